@@ -58,7 +58,7 @@ class KVCacheManager:
             block_size: tokens per block.
             model_key: the engine's compatibility hash. Block hashes of different keys cannot be
                 compared.
-            num_swap_blocks: blocks in host memory for swapped requests.
+            num_swap_blocks: blocks in host memory for swapped sequences.
             num_offload_blocks: slots in host memory for evicted blocks of the prefix cache. 0
                 disables the offload tier.
             enable_events: record changes of the prefix cache for `take_events`.
@@ -87,37 +87,37 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def block_hashes(self, request: KVSequence) -> list[BlockHash]:
-        """Return the chained hashes of the request's full blocks. Computes missing hashes."""
-        hashes, size = request.block_hashes, self.block_size
-        parent = hashes[-1] if hashes else self._root(request)
-        for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
-            parent = hash_block(parent, request.token_ids[start : start + size])
+    def block_hashes(self, sequence: KVSequence) -> list[BlockHash]:
+        """Return the chained hashes of the sequence's full blocks. Computes missing hashes."""
+        hashes, size = sequence.block_hashes, self.block_size
+        parent = hashes[-1] if hashes else self._root(sequence)
+        for start in range(len(hashes) * size, len(sequence.token_ids) - size + 1, size):
+            parent = hash_block(parent, sequence.token_ids[start : start + size])
             hashes.append(parent)
         return hashes
 
-    def block_hashes_until(self, request: KVSequence, num_tokens: int) -> list[BlockHash]:
+    def block_hashes_until(self, sequence: KVSequence, num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the blocks that hold the first `num_tokens` tokens.
 
         The hash of a partial last block covers the tokens up to `num_tokens`.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
-        hashes = self.block_hashes(request)[:num_full]
+        hashes = self.block_hashes(sequence)[:num_full]
         if rest:
-            parent = hashes[-1] if hashes else self._root(request)
+            parent = hashes[-1] if hashes else self._root(sequence)
             hashes.append(
-                hash_block(parent, request.token_ids[num_full * self.block_size : num_tokens])
+                hash_block(parent, sequence.token_ids[num_full * self.block_size : num_tokens])
             )
         return hashes
 
-    def find_cached_prefix(self, request: KVSequence, max_tokens: int) -> list[CachedBlock]:
-        """Return the cached blocks that hold the request's first tokens, at most `max_tokens`.
+    def find_cached_prefix(self, sequence: KVSequence, max_tokens: int) -> list[CachedBlock]:
+        """Return the cached blocks that hold the sequence's first tokens, at most `max_tokens`.
 
         The lookup does not reserve the blocks. Pass them to `allocate`.
         """
         blocks: list[CachedBlock] = []
         if self.enable_prefix_caching:
-            for block_hash in self.block_hashes(request)[: max_tokens // self.block_size]:
+            for block_hash in self.block_hashes(sequence)[: max_tokens // self.block_size]:
                 block: CachedBlock | None = self.pool.find(block_hash)
                 if block is None and self.offload is not None:
                     block = self.offload.find(block_hash)
@@ -128,7 +128,7 @@ class KVCacheManager:
 
     def can_allocate(
         self,
-        request: KVSequence,
+        sequence: KVSequence,
         num_tokens: int,
         cached: Sequence[CachedBlock] = (),
         *,
@@ -137,41 +137,41 @@ class KVCacheManager:
         """Return whether `allocate` with these arguments would find enough free blocks.
 
         Args:
-            request: the request that needs blocks.
+            sequence: needs the blocks.
             num_tokens: number of leading tokens that need blocks.
             cached: see `allocate`.
-            keep_free: number of blocks that must stay free afterwards. Ignored if the request needs
-                no free block.
+            keep_free: number of blocks that must stay free afterwards. Ignored if no free block is
+                needed.
         """
-        num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
+        num_new = max(0, self.num_blocks_for(num_tokens) - len(sequence.blocks) - len(cached))
         num_revived_or_restored = sum(
             not isinstance(block, Block) or block.ref_count == 0 for block in cached
         )
         return self._can_take(num_new + num_revived_or_restored, keep_free)
 
     def allocate(
-        self, request: KVSequence, num_tokens: int, cached: Sequence[CachedBlock] = ()
+        self, sequence: KVSequence, num_tokens: int, cached: Sequence[CachedBlock] = ()
     ) -> bool:
-        """Give the request enough blocks for its first `num_tokens` tokens.
+        """Give the sequence enough blocks for its first `num_tokens` tokens.
 
         Args:
-            cached: result of `find_cached_prefix`, for a request without blocks. These blocks
-                become the request's first blocks. An offloaded block gets a device block, which
+            cached: result of `find_cached_prefix`, for a sequence without blocks. These blocks
+                become the sequence's first blocks. An offloaded block gets a device block, which
                 this call adds to the prefix cache. The step under construction restores the KV
                 before the step's tokens run.
 
         Returns:
             False, with nothing changed, if too few blocks are free.
         """
-        if not self.can_allocate(request, num_tokens, cached):
+        if not self.can_allocate(sequence, num_tokens, cached):
             return False
-        num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
+        num_new = max(0, self.num_blocks_for(num_tokens) - len(sequence.blocks) - len(cached))
         on_device = [block for block in cached if isinstance(block, Block)]
         self.pool.touch(on_device)
-        request.blocks += self._restore(cached) if len(on_device) < len(cached) else on_device
-        request.blocks += self.pool.allocate(num_new)
+        sequence.blocks += self._restore(cached) if len(on_device) < len(cached) else on_device
+        sequence.blocks += self.pool.allocate(num_new)
         if cached:
-            request.num_cached_blocks = len(cached)
+            sequence.num_cached_blocks = len(cached)
         return True
 
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
@@ -201,47 +201,47 @@ class KVCacheManager:
         child.num_cached_blocks = min(parent.num_cached_blocks, num_full)
         self.pool.touch(child.blocks)
 
-    def make_writable(self, request: KVSequence, start: int, end: int) -> list[BlockCopy] | None:
-        """Make `request` the only user of its blocks for positions [start, end) (copy on write).
+    def make_writable(self, sequence: KVSequence, start: int, end: int) -> list[BlockCopy] | None:
+        """Make `sequence` the only user of its blocks for positions [start, end) (copy on write).
 
-        A block that other sequences use is replaced by a new block in `request.blocks`. A block
-        that only `request` uses stays, but is removed from the prefix cache.
+        A block that other sequences use is replaced by a new block in `sequence.blocks`. A block
+        that only `sequence` uses stays, but is removed from the prefix cache.
 
         Returns:
             Copies to make before the step's tokens run. None, with nothing changed, if too few
             blocks are free.
 
         Raises:
-            ValueError: the request has no blocks for these positions. Call `allocate` first.
+            ValueError: the sequence has no blocks for these positions. Call `allocate` first.
         """
         if start >= end:
             return []
         first, last = start // self.block_size, self.num_blocks_for(end)
-        if last > len(request.blocks):
+        if last > len(sequence.blocks):
             raise ValueError(
-                f"{request.request_id} has {len(request.blocks)} KV blocks; "
+                f"{sequence.request_id} has {len(sequence.blocks)} KV blocks; "
                 f"positions to {end} need {last}"
             )
-        shared = [index for index in range(first, last) if request.blocks[index].ref_count > 1]
+        shared = [index for index in range(first, last) if sequence.blocks[index].ref_count > 1]
         if not self._can_take(len(shared)):
             return None
         copies: list[BlockCopy] = []
         for index, block in zip(shared, self.pool.allocate(len(shared)), strict=True):
-            copies.append(BlockCopy(request.blocks[index].block_id, block.block_id))
-            self.pool.free([request.blocks[index]])
-            request.blocks[index] = block
-        self.pool.evict(request.blocks[first:last])
+            copies.append(BlockCopy(sequence.blocks[index].block_id, block.block_id))
+            self.pool.free([sequence.blocks[index]])
+            sequence.blocks[index] = block
+        self.pool.evict(sequence.blocks[first:last])
         return copies
 
-    def can_swap_out(self, requests: Sequence[KVSequence]) -> bool:
-        """Return whether enough host blocks are free for all blocks of the requests."""
-        num_blocks = len({block.block_id for request in requests for block in request.blocks})
+    def can_swap_out(self, sequences: Sequence[KVSequence]) -> bool:
+        """Return whether enough host blocks are free for all blocks of the sequences."""
+        num_blocks = len({block.block_id for sequence in sequences for block in sequence.blocks})
         return num_blocks <= self.swap_pool.num_free_blocks
 
-    def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
-        """Move all blocks of the requests to host memory. A shared block is moved once.
+    def swap_out(self, sequences: Sequence[KVSequence]) -> list[BlockCopy] | None:
+        """Move all blocks of the sequences to host memory. A shared block is moved once.
 
-        The requests release their device blocks. Cached blocks stay in the prefix cache until they
+        The sequences release their device blocks. Cached blocks stay in the prefix cache until they
         are allocated again.
 
         Returns:
@@ -249,52 +249,54 @@ class KVCacheManager:
             blocks are free.
 
         Raises:
-            ValueError: one of the requests is swapped out already.
+            ValueError: one of the sequences is swapped out already.
         """
-        for request in requests:
-            if request.swapped_blocks:
-                raise ValueError(f"{request.request_id} is swapped out already")
-        if not self.can_swap_out(requests):
+        for sequence in sequences:
+            if sequence.swapped_blocks:
+                raise ValueError(f"{sequence.request_id} is swapped out already")
+        if not self.can_swap_out(sequences):
             return None
-        moved, copies = _take_counterparts([request.blocks for request in requests], self.swap_pool)
-        for request, host_blocks in zip(requests, moved, strict=True):
-            self._free_device_blocks(request)
-            request.swapped_blocks = host_blocks
+        moved, copies = _take_counterparts(
+            [sequence.blocks for sequence in sequences], self.swap_pool
+        )
+        for sequence, host_blocks in zip(sequences, moved, strict=True):
+            self._free_device_blocks(sequence)
+            sequence.swapped_blocks = host_blocks
         return copies
 
-    def can_swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> bool:
-        """Return whether the device has free blocks for the requests, beyond `keep_free`."""
+    def can_swap_in(self, sequences: Sequence[KVSequence], *, keep_free: int = 0) -> bool:
+        """Return whether the device has free blocks for the sequences, beyond `keep_free`."""
         num_blocks = len(
-            {block.block_id for request in requests for block in request.swapped_blocks}
+            {block.block_id for sequence in sequences for block in sequence.swapped_blocks}
         )
         return self._can_take(num_blocks, keep_free)
 
-    def swap_in(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
-        """Move all blocks of the requests to the device. A shared block is moved once.
+    def swap_in(self, sequences: Sequence[KVSequence]) -> list[BlockCopy] | None:
+        """Move all blocks of the sequences to the device. A shared block is moved once.
 
-        The requests release their host blocks. The device blocks enter the prefix cache at the next
-        call of `cache_blocks`.
+        The sequences release their host blocks. The device blocks enter the prefix cache at the
+        next call of `cache_blocks`.
 
         Returns:
             Copies from host blocks to device blocks. None, with nothing changed, if too few device
             blocks are free.
 
         Raises:
-            ValueError: one of the requests has blocks on the device.
+            ValueError: one of the sequences has blocks on the device.
         """
-        for request in requests:
-            if request.blocks:
+        for sequence in sequences:
+            if sequence.blocks:
                 raise ValueError(
-                    f"{request.request_id} has KV blocks on the device; it cannot be swapped in"
+                    f"{sequence.request_id} has KV blocks on the device; it cannot be swapped in"
                 )
-        if not self.can_swap_in(requests):
+        if not self.can_swap_in(sequences):
             return None
         moved, copies = _take_counterparts(
-            [request.swapped_blocks for request in requests], self.pool
+            [sequence.swapped_blocks for sequence in sequences], self.pool
         )
-        for request, blocks in zip(requests, moved, strict=True):
-            self._free_host_blocks(request)
-            request.blocks = blocks
+        for sequence, blocks in zip(sequences, moved, strict=True):
+            self._free_host_blocks(sequence)
+            sequence.blocks = blocks
         return copies
 
     def count_lookup(self, num_tokens: int, num_hits: int) -> None:
@@ -308,7 +310,7 @@ class KVCacheManager:
             self.stats.queries += num_tokens
             self.stats.hits += num_hits
 
-    def cache_blocks(self, request: KVSequence, num_computed_tokens: int) -> None:
+    def cache_blocks(self, sequence: KVSequence, num_computed_tokens: int) -> None:
         """Add the full blocks of the first `num_computed_tokens` tokens to the prefix cache.
 
         The KV of these tokens was computed, or was loaded and verified.
@@ -316,23 +318,23 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         num_full = num_computed_tokens // self.block_size
-        if num_full <= request.num_cached_blocks:
+        if num_full <= sequence.num_cached_blocks:
             return
-        hashes = self.block_hashes(request)
+        hashes = self.block_hashes(sequence)
         first_new: int | None = None
-        for index in range(request.num_cached_blocks, num_full):
-            if self.pool.cache(request.blocks[index], hashes[index]) and first_new is None:
+        for index in range(sequence.num_cached_blocks, num_full):
+            if self.pool.cache(sequence.blocks[index], hashes[index]) and first_new is None:
                 first_new = index
-        request.num_cached_blocks = num_full
+        sequence.num_cached_blocks = num_full
         if self._events is not None and first_new is not None:
             # One event carries the whole chain, so it may repeat hashes after the first new one.
-            parent = hashes[first_new - 1] if first_new else self._root(request)
+            parent = hashes[first_new - 1] if first_new else self._root(sequence)
             self._events.append(BlocksStored(hashes[first_new:num_full], parent, self.block_size))
 
-    def free(self, request: KVSequence) -> None:
-        """Free all blocks of a request, on the device and on the host. Idempotent."""
-        self._free_device_blocks(request)
-        self._free_host_blocks(request)
+    def free(self, sequence: KVSequence) -> None:
+        """Free all blocks of a sequence, on the device and on the host. Idempotent."""
+        self._free_device_blocks(sequence)
+        self._free_host_blocks(sequence)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
         """Remove and return the offload tier's copies for the step under construction.
@@ -345,7 +347,7 @@ class KVCacheManager:
         return self.offload.take_copies() if self.offload is not None else ([], [])
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache and the offload tier. Requests keep their blocks."""
+        """Empty the prefix cache and the offload tier. Sequences keep their blocks."""
         self.pool.reset()
 
     def take_events(self) -> list[KVEvent]:
@@ -384,17 +386,17 @@ class KVCacheManager:
         """
         return num_blocks == 0 or num_blocks + keep_free <= self.pool.num_free_blocks
 
-    def _free_device_blocks(self, request: KVSequence) -> None:
-        blocks, request.blocks = request.blocks, []
-        request.num_cached_blocks = 0
+    def _free_device_blocks(self, sequence: KVSequence) -> None:
+        blocks, sequence.blocks = sequence.blocks, []
+        sequence.num_cached_blocks = 0
         self.pool.free(blocks)
 
-    def _free_host_blocks(self, request: KVSequence) -> None:
-        blocks, request.swapped_blocks = request.swapped_blocks, []
+    def _free_host_blocks(self, sequence: KVSequence) -> None:
+        blocks, sequence.swapped_blocks = sequence.swapped_blocks, []
         self.swap_pool.free(blocks)
 
-    def _root(self, request: KVSequence) -> BlockHash:
-        return root_hash(self._model_key, request.cache_salt)
+    def _root(self, sequence: KVSequence) -> BlockHash:
+        return root_hash(self._model_key, sequence.cache_salt)
 
 
 def _take_counterparts(

@@ -14,13 +14,12 @@ always come first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.decisions import (
     Admitted,
     AdmittedLoaded,
     AdmittedSharing,
+    LazyDecisions,
     LoadStarted,
     Preempted,
     WaitsForPrompt,
@@ -31,11 +30,7 @@ from baton_engine.scheduling.step.builder import StepBuilder
 
 
 class BatchAdmission:
-    """Selects the waiting requests that start in a step, in order.
-
-    `admit_loaded` and `admit` yield decisions. The caller applies each decision before it takes the
-    next one.
-    """
+    """Selects the waiting requests that start in a step, in order."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.kv = state.kv
@@ -49,7 +44,7 @@ class BatchAdmission:
 
     def admit_loaded(
         self, step: StepBuilder
-    ) -> Iterator[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
+    ) -> LazyDecisions[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
         A request in the queue `waiting` starts first if its order is before the loaded request's.
@@ -76,7 +71,7 @@ class BatchAdmission:
 
     def admit(
         self, step: StepBuilder
-    ) -> Iterator[Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted]:
+    ) -> LazyDecisions[Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted]:
         """Yield decisions to start waiting requests or KV loads, until one of them does not fit."""
         while True:
             to_load = self.queues.waiting_to_load.peek()

@@ -1,8 +1,8 @@
 """Decisions that the scheduler's collaborators return. They change no state until they are applied.
 
 `Scheduler._apply` applies the decisions that fill a step. `Scheduler._settle` applies the results
-of steps, loads and compilations: `Finished` and `Queued`. Each type of decision is one method of
-`RequestLifecycle`.
+of steps, loads and compilations, which need no step under construction: `Finished` and `Queued`.
+Each type of decision is one method of `RequestLifecycle`.
 
 `RunningPlanner` returns no decisions for tokens: it allocates the blocks of decodes and adds the
 tokens to the step itself. One decision for each decoded token made the engine core take 20 % more
@@ -11,7 +11,8 @@ time per request and step (`benchmarks/engine/overhead.py`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
 
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.request import Request
@@ -104,6 +105,12 @@ class Finished(NamedTuple):
         )
         return cls(request, output)
 
+
+_Decision = TypeVar("_Decision")
+
+#: Decisions that are computed one at a time. The caller applies each decision before it takes the
+#: next one, because the next one depends on the changed state.
+LazyDecisions = Iterator[_Decision]
 
 #: Decisions that fill a step.
 Decision = (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 from baton_engine.executor.step import GrammarOutput
 from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
-from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.decisions import Finished, LazyDecisions, Queued
 from baton_engine.scheduling.request import Request
 from baton_protocol.engine_messages import ErrorCode, FinishReason
 
@@ -61,7 +60,7 @@ class GrammarQueue:
             future.cancel()
         self._waiting.pop(request.request_id, None)
 
-    def take_compiled(self) -> Iterator[Finished | Queued]:
+    def take_compiled(self) -> LazyDecisions[Finished | Queued]:
         """Remove the requests whose compilation has ended, and yield the decision for each.
 
         A request ends if its grammar failed or is already complete. Otherwise it is queued.

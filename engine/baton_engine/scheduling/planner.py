@@ -1,5 +1,8 @@
 """Planner: gives a step's tokens to running requests, first to decodes, then to prompt chunks.
 
+`RunningPlanner.plan` changes the step while it yields decisions: it adds the tokens to the step
+itself, and yields only the preemptions that decodes need. `decisions.py` has the reason.
+
 Only decodes may need new blocks here, because a prompt gets all its blocks at admission. Requests
 are visited in order, and a decode preempts only itself or later requests. Therefore no request that
 is already in the step is preempted.
@@ -7,9 +10,9 @@ is already in the step is preempted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
+from baton_engine.scheduling.decisions import Finished, LazyDecisions, Preempted, SwappedOut
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
 from baton_engine.scheduling.scheduler_state import SchedulerState
@@ -27,15 +30,13 @@ class RunningPlanner:
         self.run_ahead = state.run_ahead
         #: 0: no limit.
         self.long_prefill_token_threshold = state.config.long_prefill_token_threshold
-        #: Running requests with more than one token to compute, collected for the current step.
+        #: Running sequences with more than one token to compute, collected for the current step.
         self._prefills: list[Request] = []
 
-    def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Schedule tokens of running requests in `step`. Yield the preemptions that this requires.
+    def plan(self, step: StepBuilder) -> LazyDecisions[Preempted | SwappedOut | Finished]:
+        """Add tokens of running requests to `step`, and yield the preemptions that this requires.
 
         If there are decodes, `prompt_budget` limits the tokens that are left for prompts.
-
-        The caller applies each decision before it takes the next one.
         """
         prefills = self._prefills
         prefills.clear()
@@ -92,7 +93,7 @@ class RunningPlanner:
 
     def _plan_beams(
         self, step: StepBuilder, root: Request, group: BeamGroup
-    ) -> Iterator[Preempted | SwappedOut | Finished]:
+    ) -> LazyDecisions[Preempted | SwappedOut | Finished]:
         """Schedule the beams that have not run since the search last advanced.
 
         Yield the preemptions that this requires.
@@ -107,7 +108,7 @@ class RunningPlanner:
 
     def _plan_decodes(
         self, step: StepBuilder, request: Request, sequences: Sequence[Request]
-    ) -> Iterator[Preempted | SwappedOut | Finished]:
+    ) -> LazyDecisions[Preempted | SwappedOut | Finished]:
         """Schedule one token of every sequence of `request`, or no token if memory stays short.
 
         Yield preemptions until the memory suffices. No sequence is scheduled before there is memory

@@ -11,9 +11,13 @@ The last request in order, (priority, arrival), is preempted first. There are tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from baton_engine.scheduling.decisions import Finished, Preempted, SwappedIn, SwappedOut
+from baton_engine.scheduling.decisions import (
+    Finished,
+    LazyDecisions,
+    Preempted,
+    SwappedIn,
+    SwappedOut,
+)
 from baton_engine.scheduling.queues import by_order
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler_state import SchedulerState
@@ -59,11 +63,8 @@ class Preemptor:
             return self._out_of_memory(request)
         return self._preempt(victim, beneficiary=request)
 
-    def resume(self) -> Iterator[SwappedIn]:
-        """Yield decisions to resume swapped requests, in order, while batch and memory have room.
-
-        The caller applies each decision before it takes the next one.
-        """
+    def resume(self) -> LazyDecisions[SwappedIn]:
+        """Yield decisions to resume swapped requests in order, while batch and memory have room."""
         while (unit := self.swapped.first()) is not None:
             sequences = [sequence for request in unit for sequence in request.sequences]
             num_seqs = sum(request.max_seqs for request in unit)

@@ -91,7 +91,8 @@ class Report:
 class Request(KVSequence):
     """A request inside the engine: one sequence, or the root of a beam search.
 
-    Each beam of a search is a sequence of its own.
+    Each beam of a search is a sequence of its own. In signatures, `sequence` is a request or beam
+    that runs tokens and holds KV blocks. `request` is never a beam.
     """
 
     def __init__(

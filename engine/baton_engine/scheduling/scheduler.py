@@ -27,6 +27,7 @@ from baton_engine.scheduling.decisions import (
     AdmittedSharing,
     Decision,
     Finished,
+    LazyDecisions,
     LoadStarted,
     Preempted,
     Queued,
@@ -119,8 +120,8 @@ class Scheduler:
             self._apply(step, self._admission.admit(step))
         return preempted or resumed
 
-    def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
-        """Apply decisions, each before the next is computed.
+    def _apply(self, step: StepBuilder, decisions: LazyDecisions[Decision]) -> bool:
+        """Apply decisions that fill `step`.
 
         Returns:
             Whether any request was preempted, swapped out or swapped in.
@@ -155,7 +156,7 @@ class Scheduler:
         return moved
 
     def _settle(self, decisions: Iterable[Finished | Queued]) -> bool:
-        """Apply decisions that end or queue requests, each before the next is computed.
+        """Apply decisions that end or queue requests.
 
         Returns:
             Whether there was any decision.
@@ -177,8 +178,8 @@ class Scheduler:
             changed: whether a request was moved, or a wait ended.
         """
         for entry in step.ranges:
-            if entry.request.kv_transfer is not None and entry.request.produces:
-                self.state.handoff.save(entry.request, entry.end)
+            if entry.sequence.kv_transfer is not None and entry.sequence.produces:
+                self.state.handoff.save(entry.sequence, entry.end)
         output = step.output
         output.store, output.restore = self.state.kv.take_offload_copies()
         if step.ranges:
@@ -225,9 +226,9 @@ class Scheduler:
         Call this while the model runs, before `update_from_output` for the same step.
         """
         grammars = {
-            entry.request.request_id: entry.request.grammar
+            entry.sequence.request_id: entry.sequence.grammar
             for entry in self._in_flight.get(step.step_id, ())
-            if entry.samples and entry.request.grammar is not None and not entry.request.finished
+            if entry.samples and entry.sequence.grammar is not None and not entry.sequence.finished
         }
         return self.state.grammars.bitmask(grammars)
 

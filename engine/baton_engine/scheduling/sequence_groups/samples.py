@@ -6,9 +6,7 @@ group then share its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from baton_engine.scheduling.decisions import Queued
+from baton_engine.scheduling.decisions import LazyDecisions, Queued
 from baton_engine.scheduling.request import Request, RequestStatus, SampleGroup
 from baton_engine.scheduling.step.builder import StepBuilder
 
@@ -102,7 +100,7 @@ class SampleGroups:
         request.group.waiting.append(request)
         self._with_waiting[id(request.group)] = request.group
 
-    def take_ready(self) -> Iterator[Queued]:
+    def take_ready(self) -> LazyDecisions[Queued]:
         """Release the held requests of groups that do not wait for their prompt.
 
         Yield the decision that queues each request.

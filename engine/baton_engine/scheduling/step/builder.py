@@ -30,29 +30,29 @@ class StepBuilder:
         self._worker = worker
         self._block_size = kv.block_size
 
-    def num_scheduled(self, request: Request) -> int:
-        """Return the number of tokens of `request` that this step runs."""
-        return self.output.num_scheduled_tokens.get(request.request_id, 0)
+    def num_scheduled(self, sequence: Request) -> int:
+        """Return the number of tokens of `sequence` that this step runs."""
+        return self.output.num_scheduled_tokens.get(sequence.request_id, 0)
 
-    def may_write(self, request: Request) -> bool:
+    def may_write(self, sequence: Request) -> bool:
         """Return whether the next token's KV can be written without allocating or copying a block.
 
         The block of this token must be allocated, not shared, and not in the prefix cache.
         """
-        slot = request.num_computed_tokens // self._block_size
-        if slot >= len(request.blocks):
+        slot = sequence.num_computed_tokens // self._block_size
+        if slot >= len(sequence.blocks):
             return False
-        block = request.blocks[slot]
+        block = sequence.blocks[slot]
         return block.ref_count == 1 and block.block_hash is None
 
-    def copies_to_block_at(self, request: Request, position: int) -> bool:
+    def copies_to_block_at(self, sequence: Request, position: int) -> bool:
         """Return whether this step copies another block to the block of `position`.
 
         The step makes all its block copies at once, so no copy may read that block.
         """
         slot = position // self._block_size
-        return slot < len(request.blocks) and any(
-            copy.target == request.blocks[slot].block_id for copy in self.output.block_copies
+        return slot < len(sequence.blocks) and any(
+            copy.target == sequence.blocks[slot].block_id for copy in self.output.block_copies
         )
 
     def has_memory_for(self, sequences: Sequence[Request]) -> bool:
@@ -74,28 +74,30 @@ class StepBuilder:
         num_blocks += sum(min(count, block.ref_count - 1) for block, count in writers.items())
         return num_blocks <= self._kv.num_free_blocks
 
-    def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
-        """Allocate writable blocks for the request's positions up to `end`.
+    def reserve(self, sequence: Request, end: int) -> list[BlockCopy] | None:
+        """Allocate writable blocks for the positions of `sequence` up to `end`.
 
-        The request keeps the blocks even if this step does not run it.
+        The sequence keeps the blocks even if this step does not run it.
 
         Returns:
             Block copies that this step must make. None if too few blocks are free.
         """
-        if not self._kv.allocate(request, end):
+        if not self._kv.allocate(sequence, end):
             return None
-        return self._kv.make_writable(request, request.num_computed_tokens, end)
+        return self._kv.make_writable(sequence, sequence.num_computed_tokens, end)
 
-    def run(self, request: Request, num_tokens: int, copies: list[BlockCopy] | None = None) -> None:
-        """Schedule the next `num_tokens` tokens of a request whose blocks are allocated.
+    def run(
+        self, sequence: Request, num_tokens: int, copies: list[BlockCopy] | None = None
+    ) -> None:
+        """Schedule the next `num_tokens` tokens of a sequence whose blocks are allocated.
 
         Args:
             copies: block copies that `reserve` has returned.
         """
-        entry = in_flight.count_scheduled(request, num_tokens)
+        entry = in_flight.count_scheduled(sequence, num_tokens)
         self.ranges.append(entry)
         self.budget -= num_tokens
-        self.output.num_scheduled_tokens[request.request_id] = num_tokens
+        self.output.num_scheduled_tokens[sequence.request_id] = num_tokens
         if copies:
             self.output.block_copies += copies
         self._worker.send(self.output, entry, copies)

@@ -18,47 +18,47 @@ from baton_engine.scheduling.request import Request
 
 
 class ScheduledRange(NamedTuple):
-    """The token positions [start, end) of a request that one step runs."""
+    """The token positions [start, end) of a sequence that one step runs."""
 
-    request: Request
+    sequence: Request
     start: int
     end: int
     #: Whether the step samples the token at position `end`.
     samples: bool
-    #: `request.num_preemptions` when the range was scheduled.
+    #: `sequence.num_preemptions` when the range was scheduled.
     num_preemptions: int
 
     @property
     def is_decode(self) -> bool:
         """Whether the range is one generated token. A prompt chunk of one token does not count."""
-        return self.end - self.start == 1 and self.start >= self.request.num_prompt_tokens
+        return self.end - self.start == 1 and self.start >= self.sequence.num_prompt_tokens
 
 
-def count_scheduled(request: Request, num_tokens: int) -> ScheduledRange:
-    """Count the next `num_tokens` tokens of `request` as computed by a step in flight."""
-    start = request.num_computed_tokens
+def count_scheduled(sequence: Request, num_tokens: int) -> ScheduledRange:
+    """Count the next `num_tokens` tokens of `sequence` as computed by a step in flight."""
+    start = sequence.num_computed_tokens
     end = start + num_tokens
-    samples = end == len(request.token_ids) + request.num_placeholders
-    request.num_computed_tokens = end
-    request.num_in_flight += 1
+    samples = end == len(sequence.token_ids) + sequence.num_placeholders
+    sequence.num_computed_tokens = end
+    sequence.num_in_flight += 1
     if samples:
-        request.num_placeholders += 1
-    return ScheduledRange(request, start, end, samples, request.num_preemptions)
+        sequence.num_placeholders += 1
+    return ScheduledRange(sequence, start, end, samples, sequence.num_preemptions)
 
 
 def count_returned(entry: ScheduledRange) -> None:
     """Count a range as returned. The caller then appends the token that the range sampled."""
-    request, _, _, samples, _ = entry
-    request.num_in_flight -= 1
+    sequence, _, _, samples, _ = entry
+    sequence.num_in_flight -= 1
     if samples:
-        request.num_placeholders -= 1
+        sequence.num_placeholders -= 1
 
 
 def count_dropped(entry: ScheduledRange) -> None:
     """Undo `count_scheduled` for a range that has not run, so that a later step runs its tokens."""
     count_returned(entry)
-    # A request that has been preempted since may have no computed tokens left.
-    entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, entry.start)
+    # A sequence that has been preempted since may have no computed tokens left.
+    entry.sequence.num_computed_tokens = min(entry.sequence.num_computed_tokens, entry.start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from baton_engine.executor.step import ModelRunnerOutput
-from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.decisions import Finished, LazyDecisions, Queued
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.sequence_groups.beams import BeamSearches
@@ -28,10 +28,8 @@ class StepResults:
 
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
-    ) -> Iterator[Finished | Queued]:
+    ) -> LazyDecisions[Finished | Queued]:
         """Apply the results of a step. Yield decisions that end requests or queue them again.
-
-        The caller applies each decision before it takes the next one.
 
         Args:
             ranges: ranges that the step was scheduled to run.
@@ -43,40 +41,40 @@ class StepResults:
         sampled, vectors = ran.sampled_token_ids, ran.pooler_output
         has_optional_outputs = bool(ran.prompt_logprobs or ran.routed_experts)
         for entry in ranges:
-            request, start, end, samples, num_preemptions = entry
+            sequence, start, end, samples, num_preemptions = entry
             in_flight.count_returned(entry)
-            if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
+            if sequence.status is RequestStatus.FINISHED:  # ended while the step was in flight
                 continue
-            token_id = sampled.get(request.request_id)
-            vector = vectors.get(request.request_id) if vectors else None
+            token_id = sampled.get(sequence.request_id)
+            vector = vectors.get(sequence.request_id) if vectors else None
             if (token_id is not None or vector is not None) != samples:
                 raise RuntimeError(
-                    f"step {step_id} returned the sampled token {token_id} for {request!r}, but "
+                    f"step {step_id} returned the sampled token {token_id} for {sequence!r}, but "
                     f"the step was scheduled to sample {'a' if samples else 'no'} token"
                 )
-            if start < request.num_prompt_tokens:
-                self.counters.prompt_tokens_computed += min(end, request.num_prompt_tokens) - start
-            if num_preemptions == request.num_preemptions:  # else `blocks` has lost the KV
-                self.kv.cache_blocks(request, end)
+            if start < sequence.num_prompt_tokens:
+                self.counters.prompt_tokens_computed += min(end, sequence.num_prompt_tokens) - start
+            if num_preemptions == sequence.num_preemptions:  # else `blocks` has lost the KV
+                self.kv.cache_blocks(sequence, end)
             if has_optional_outputs:
                 self.outputs.join_optional_outputs(
-                    request.root or request, start, ran, ran_as=request.request_id
+                    sequence.root or sequence, start, ran, ran_as=sequence.request_id
                 )
             if vector is not None:
-                yield _pooled(request, vector)
+                yield _pooled(sequence, vector)
             elif token_id is not None:
-                if request.root is not None:
+                if sequence.root is not None:
                     finished = self._report_beam(
-                        request.root, request, ran.logprobs.get(request.request_id)
+                        sequence.root, sequence, ran.logprobs.get(sequence.request_id)
                     )
                 else:
-                    finished = self._append(request, token_id, ran)
+                    finished = self._append(sequence, token_id, ran)
                 if finished is not None:
                     yield finished
-            if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
-                yield Queued(request)
+            if sequence.num_in_flight == 0 and sequence.status is RequestStatus.WAITING_FOR_STEPS:
+                yield Queued(sequence)
 
-    def discard(self, ranges: Sequence[ScheduledRange]) -> Iterator[Queued]:
+    def discard(self, ranges: Sequence[ScheduledRange]) -> LazyDecisions[Queued]:
         """Undo the scheduling of a step whose tokens have not run. Later steps run these tokens.
 
         Yield decisions that queue preempted requests again.
@@ -85,13 +83,13 @@ class StepResults:
             ranges: ranges that the step was scheduled to run.
         """
         for entry in ranges:
-            request = entry.request
+            sequence = entry.sequence
             in_flight.count_dropped(entry)
-            if request.status is RequestStatus.FINISHED:
+            if sequence.status is RequestStatus.FINISHED:
                 continue
-            self.worker.forget(request)  # the worker may lack blocks that the step added
-            if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
-                yield Queued(request)
+            self.worker.forget(sequence)  # the worker may lack blocks that the step added
+            if sequence.num_in_flight == 0 and sequence.status is RequestStatus.WAITING_FOR_STEPS:
+                yield Queued(sequence)
 
     def advance_beams(self, root: Request) -> Finished | None:
         """Advance a beam search if all its beams have run.
@@ -126,7 +124,7 @@ class StepResults:
         )
         return Finished(root, output)
 
-    def advance_resumed(self) -> Iterator[Finished]:
+    def advance_resumed(self) -> LazyDecisions[Finished]:
         """Advance each beam search whose last step returned while the search was swapped out.
 
         A search may free blocks that the step under construction swaps in. So call this after the

@@ -206,7 +206,7 @@ class World:
         """
         scheduler = self.scheduler
         before = {
-            entry.request.request_id for step in scheduler._in_flight.values() for entry in step
+            entry.sequence.request_id for step in scheduler._in_flight.values() for entry in step
         }
         step = scheduler.schedule()
         assert not (step.swap_in and step.swap_out)
@@ -217,7 +217,7 @@ class World:
                 "a load's blocks are also part of copies, which may run after the load"
             )
         for entry in scheduler._in_flight.get(step.step_id, ()):
-            request = entry.request
+            request = entry.sequence
             assert self.config.async_scheduling or request.request_id not in before, (
                 "the request is already in flight"
             )
