@@ -27,7 +27,7 @@ from baton_gateway import cli as gateway_cli
 from baton_operator import cli as operator_cli
 from baton_operator.builders import engine_settings
 from baton_operator.builders.config_maps import ENGINE_CONSTANTS, GATEWAY
-from baton_operator.builders.coordinator_objects import REBALANCE
+from baton_operator.builders.coordinator_deployment import REBALANCE
 from baton_operator.builders.engine_settings import Setting
 from baton_operator.names import MEMBER_ROLES
 from baton_protocol.options import arguments

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
+from baton_operator.builders.absent import Absent
 from baton_operator.builders.resolved_service import ResolvedService
 
 
-def disruption_budget(
+def build(
     resolved: ResolvedService, role: names.ConfiguredRole, api_version: str
-) -> Object | None:
-    """Return the PodDisruptionBudget of a group; None for a group of fewer than two pods.
+) -> Object | Absent:
+    """Return the PodDisruptionBudget of a group, which exists only for two or more pods.
 
     A budget for one pod would block node drains.
 
@@ -21,13 +22,14 @@ def disruption_budget(
     Args:
         api_version: policy/v1 or policy/v1beta1, whichever the API server has.
     """
+    name = f"{resolved.name}-{role}"
     replicas = resolved.spec.gateway.replicas if role == "gateway" else resolved.replicas(role)
     if replicas < 2:
-        return None
+        return Absent("PodDisruptionBudget", name)
     return {
         "apiVersion": api_version,
         "kind": "PodDisruptionBudget",
-        "metadata": resolved.metadata(f"{resolved.name}-{role}", role),
+        "metadata": resolved.metadata(name, role),
         "spec": {
             "minAvailable": replicas - 1,
             "selector": {"matchLabels": names.selector(resolved.name, role)},

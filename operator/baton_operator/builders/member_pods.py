@@ -1,4 +1,4 @@
-"""The member pods of the prefill and decode groups, and their headless Service."""
+"""The member pods of the prefill and decode groups."""
 
 from __future__ import annotations
 
@@ -68,30 +68,6 @@ class MemberTemplate:
             "metadata": metadata,
             "spec": {"hostname": name, **template["spec"]},
         }
-
-
-def headless_service(resolved: ResolvedService) -> Object:
-    """Return the headless Service that gives member pods their DNS names.
-
-    Pods that are not ready also have a DNS name, because peers connect to each other during their
-    start.
-    """
-    ports = {"engine": ENGINE_PORT, "kv": KV_PORT, "http": ENGINE_HTTP_PORT}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": resolved.metadata(names.members_service_name(resolved.name)),
-        "spec": {
-            "type": "ClusterIP",
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {names.LABEL_SERVICE: resolved.name, names.LABEL_MEMBER: "true"},
-            "ports": [
-                {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
-                for name, port in ports.items()
-            ],
-        },
-    }
 
 
 def _lasting_volumes(engine: Engine) -> list[tuple[Object, Object]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
+from baton_operator.builders.absent import Absent
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
@@ -20,33 +21,41 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/compone
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
-def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object:
+def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object | Absent:
     """Return the NetworkPolicy of engines.
 
     The policy admits requests of the service's gateways, connections between members, and HTTP
     requests of the operator and of metrics collectors.
     """
+    name = names.members_service_name(resolved.name)
+    if not resolved.spec.security.network_policy:
+        return Absent("NetworkPolicy", name)
     members = {names.LABEL_SERVICE: resolved.name, names.LABEL_MEMBER: "true"}
     rules = [
         {"from": [_pods(members)]},
         {"from": [_pods(names.selector(resolved.name, "gateway"))], "ports": _ports(ENGINE_PORT)},
         _http(resolved, ENGINE_HTTP_PORT, operator_namespace),
     ]
-    return _policy(resolved, names.members_service_name(resolved.name), members, rules)
+    return _policy(resolved, name, members, rules)
 
 
-def coordinator_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object:
+def coordinator_policy(
+    resolved: ResolvedService, operator_namespace: str | None, *, has_coordinator: bool
+) -> Object | Absent:
     """Return the NetworkPolicy of the coordinator.
 
     The policy admits ranks, and HTTP requests of the operator and of metrics collectors.
     """
+    name = names.coordinator_name(resolved.name)
+    if not (resolved.spec.security.network_policy and has_coordinator):
+        return Absent("NetworkPolicy", name)
     ranks = _pods(names.selector(resolved.name, "decode"))
     rules = [
         {"from": [ranks], "ports": _ports(COORDINATOR_PORT)},
         _http(resolved, COORDINATOR_HTTP_PORT, operator_namespace),
     ]
     selector = names.selector(resolved.name, "coordinator")
-    return _policy(resolved, names.coordinator_name(resolved.name), selector, rules)
+    return _policy(resolved, name, selector, rules)
 
 
 def _http(resolved: ResolvedService, port: int, operator_namespace: str | None) -> Object:

@@ -13,7 +13,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders import service_key_secret
-from baton_operator.builders.gateway_objects import PORTS
+from baton_operator.builders.gateway.url_schemes import PORTS
 from baton_operator.builders.member_pods import CONTAINER
 from baton_operator.builders.resolved_service import Scheme, controlled_by
 from baton_operator.kube.objects import Kube

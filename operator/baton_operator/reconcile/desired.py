@@ -12,15 +12,24 @@ from baton_operator import names
 from baton_operator.api.rules import valid_spec
 from baton_operator.builders import (
     config_maps,
-    coordinator_objects,
-    gateway_objects,
+    coordinator_deployment,
+    coordinator_service,
+    disruption_budget,
+    engine_account,
+    headless_service,
     network_policy,
-    service_accounts,
 )
-from baton_operator.builders.disruption_budget import disruption_budget
-from baton_operator.builders.http_route import http_route
-from baton_operator.builders.ingress import ingress
-from baton_operator.builders.member_pods import MemberTemplate, headless_service
+from baton_operator.builders.absent import Absent
+from baton_operator.builders.gateway import (
+    gateway_account,
+    gateway_deployment,
+    gateway_role,
+    gateway_role_binding,
+    gateway_service,
+    http_route,
+    ingress,
+)
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.observe.observation import Observation, gateway_schemes
@@ -35,7 +44,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 
     resolved: ResolvedService  #: The service from which this state is computed.
     objects: list[Object]  #: In the order of creation: an object comes after those it refers to.
-    absent: list[tuple[str, str]]  #: (kind, name) of objects that must not exist.
+    absent: list[Absent]  #: Objects that must not exist.
     members: dict[names.MemberRole, MemberTemplate]  #: Members of a missing role are not changed.
     gateway_revision: str  #: Newest revision of the gateway's pods.
 
@@ -105,47 +114,43 @@ def compute_desired(
         MemberTemplate(msgspec.structs.replace(resolved, coordinator=_ANY_ADDRESS), "decode")
     roles = [role for role in names.CONFIGURED_ROLES if not (role == "decode" and is_postponed)]
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
-    has_policies = resolved.spec.security.network_policy
     has_coordinator = resolved.is_expert_parallel or keep_coordinator
-    gateway_deployment = gateway_objects.deployment(resolved)
-    coordinator, gateway = names.coordinator_name(resolved.name), names.gateway_name(resolved.name)
-    # Each part is an object, or (kind, name) of an object that must not exist. NetworkPolicies come
-    # before the pods that they protect.
-    parts: list[Object | tuple[str, str]] = [
-        *(config_maps.config_map(resolved, role) for role in configured),
-        network_policy.members_policy(resolved, operator_namespace)
-        if has_policies
-        else ("NetworkPolicy", names.members_service_name(resolved.name)),
-        network_policy.coordinator_policy(resolved, operator_namespace)
-        if has_policies and has_coordinator
-        else ("NetworkPolicy", coordinator),
-        service_accounts.engine_account(resolved),
-    ]
+    coordinator: list[Object | Absent] = []  # empty: it is kept as it is
     if resolved.is_expert_parallel:
-        parts += [coordinator_objects.service(resolved), coordinator_objects.deployment(resolved)]
-    elif not keep_coordinator:
-        parts += [("Deployment", coordinator), ("Service", coordinator)]
-    parts += [
-        service_accounts.gateway_account(resolved),
-        service_accounts.gateway_role(resolved),
-        service_accounts.gateway_role_binding(resolved),
-        headless_service(resolved),
-        gateway_objects.service(resolved),
-        gateway_deployment,
-        ingress(resolved) or ("Ingress", gateway),
+        coordinator = [coordinator_service.build(resolved), coordinator_deployment.build(resolved)]
+    elif not has_coordinator:
+        name = names.coordinator_name(resolved.name)
+        coordinator = [Absent("Deployment", name), Absent("Service", name)]
+    gateway = gateway_deployment.build(resolved)
+    # NetworkPolicies come before the pods that they protect.
+    parts: list[Object | Absent] = [
+        *(config_maps.config_map(resolved, role) for role in configured),
+        network_policy.members_policy(resolved, operator_namespace),
+        network_policy.coordinator_policy(
+            resolved, operator_namespace, has_coordinator=has_coordinator
+        ),
+        engine_account.build(resolved),
+        *coordinator,
+        gateway_account.build(resolved),
+        gateway_role.build(resolved),
+        gateway_role_binding.build(resolved),
+        headless_service.build(resolved),
+        gateway_service.build(resolved),
+        gateway,
+        ingress.build(resolved),
     ]
     if http_routes:
-        parts.append(http_route(resolved) or ("HTTPRoute", gateway))
+        parts.append(http_route.build(resolved))
     if policy_api:
-        for role in names.CONFIGURED_ROLES:
-            budget = disruption_budget(resolved, role, policy_api)
-            parts.append(budget or ("PodDisruptionBudget", f"{resolved.name}-{role}"))
+        parts += [
+            disruption_budget.build(resolved, role, policy_api) for role in names.CONFIGURED_ROLES
+        ]
     return Desired(
         resolved=resolved,
         objects=[part for part in parts if isinstance(part, dict)],
-        absent=[part for part in parts if isinstance(part, tuple)],
+        absent=[part for part in parts if isinstance(part, Absent)],
         members={
             role: MemberTemplate(resolved, role) for role in names.MEMBER_ROLES if role in roles
         },
-        gateway_revision=gateway_objects.revision_of(gateway_deployment),
+        gateway_revision=gateway_deployment.revision_of(gateway),
     )

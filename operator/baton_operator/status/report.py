@@ -15,7 +15,7 @@ from baton_operator.api.llmservice import (
     PrefillStatus,
     Status,
 )
-from baton_operator.builders.gateway_objects import scheme_in_use
+from baton_operator.builders.gateway.url_schemes import scheme_in_use
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, conditions
 from baton_operator.reconcile_errors import Problem

@@ -15,7 +15,7 @@ import pytest
 
 from baton_engine.cli import OPTIONS
 from baton_operator.api.llmservice import Spec
-from baton_operator.builders import config_maps, coordinator_objects, engine_settings
+from baton_operator.builders import config_maps, coordinator_deployment, engine_settings
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/options.md"
@@ -164,7 +164,7 @@ def unread(spec: type[msgspec.Struct], readers: Any) -> set[str]:
     every = set(structs(spec))
     tables = (
         config_maps.GATEWAY,
-        coordinator_objects.REBALANCE,
+        coordinator_deployment.REBALANCE,
         engine_settings.ENGINE,
         engine_settings.KV_TRANSFER,
     )

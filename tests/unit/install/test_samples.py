@@ -11,7 +11,8 @@ import yaml
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api import llmservice
-from baton_operator.builders import config_maps, coordinator_objects, gateway_objects
+from baton_operator.builders import config_maps, coordinator_deployment
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
@@ -73,9 +74,9 @@ def test_the_operator_builds_all_objects_of_a_sample(name: str) -> None:
         assert config_maps.engine_config(service, role).model.path
         size = service.tensor_parallel_size(role)
         assert gpus(member(name, role)) == (size if service.spec.engine.device == "cuda" else 0)
-    assert gateway_objects.deployment(service)["spec"]["replicas"] == service.spec.gateway.replicas
+    assert gateway_deployment.build(service)["spec"]["replicas"] == service.spec.gateway.replicas
     if service.is_expert_parallel:
-        assert coordinator_objects.deployment(service)["spec"]["replicas"] == 1
+        assert coordinator_deployment.build(service)["spec"]["replicas"] == 1
 
 
 @pytest.mark.parametrize("name", SAMPLES)

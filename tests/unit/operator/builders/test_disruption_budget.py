@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from baton_operator.builders.disruption_budget import disruption_budget
+from baton_operator.builders import disruption_budget
+from baton_operator.builders.absent import Absent
 from baton_operator.names import GROUP, ConfiguredRole
 from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 
 
 def test_disruption_budgets_need_several_pods_and_a_server_with_the_api() -> None:
-    assert disruption_budget(resolved(), "decode", "policy/v1") is None
-    budget = disruption_budget(resolved(decode={"replicas": 3}), "decode", "policy/v1beta1")
+    single = disruption_budget.build(resolved(), "decode", "policy/v1")
+    assert single == Absent("PodDisruptionBudget", "demo-decode")
+    budget = disruption_budget.build(resolved(decode={"replicas": 3}), "decode", "policy/v1beta1")
     assert (budget["apiVersion"], budget["spec"]["minAvailable"]) == ("policy/v1beta1", 2)
     kinds = {obj["kind"] for obj in compute_desired(resolved(decode={"replicas": 3}), None).objects}
     assert "PodDisruptionBudget" not in kinds

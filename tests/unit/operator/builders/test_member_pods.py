@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from baton_operator.builders import config_maps, gateway_objects
-from baton_operator.builders.member_pods import MemberTemplate, headless_service
+from baton_operator.builders import config_maps, headless_service
+from baton_operator.builders.gateway import gateway_deployment, gateway_service
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.names import GROUP
 from support.operator.services import resolved
 
@@ -42,10 +43,10 @@ def test_a_member_pod() -> None:
 
 def test_services_select_their_own_pods() -> None:
     member = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
-    front = gateway_objects.deployment(resolved())["spec"]["template"]["metadata"]["labels"]
+    front = gateway_deployment.build(resolved())["spec"]["template"]["metadata"]["labels"]
     headless, plain = (
-        headless_service(resolved())["spec"]["selector"],
-        gateway_objects.service(resolved())["spec"]["selector"],
+        headless_service.build(resolved())["spec"]["selector"],
+        gateway_service.build(resolved())["spec"]["selector"],
     )
     assert headless.items() <= member.items()
     assert not headless.items() <= front.items()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_kube.client import Object
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from support.operator.services import resolved
 
@@ -27,7 +27,7 @@ def revisions(spec: Object) -> dict[str, str]:
     return {
         "prefill": MemberTemplate(made, "prefill").revision,
         "decode": MemberTemplate(made, "decode").revision,
-        "gateway": gateway_objects.revision_of(gateway_objects.deployment(made)),
+        "gateway": gateway_deployment.revision_of(gateway_deployment.build(made)),
     }
 
 

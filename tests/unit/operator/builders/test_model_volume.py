@@ -9,7 +9,8 @@ import pytest
 
 from baton_kube.client import Object
 from baton_operator.api.spec_model import MODEL_URI, Model, ModelCache
-from baton_operator.builders import config_maps, gateway_objects, model_volume
+from baton_operator.builders import config_maps, model_volume
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_protocol.options.config import EngineConfig, GatewayConfig
 from pocketkube.containers.environment import command_line
@@ -115,7 +116,7 @@ def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
 
 def test_a_gateway_fetches_no_weights_and_has_its_own_folder() -> None:
     wanted = resolved(model=HUB)
-    spec = gateway_objects.deployment(wanted)["spec"]["template"]["spec"]
+    spec = gateway_deployment.build(wanted)["spec"]["template"]["spec"]
     command = fetcher_of(spec)["command"]
     assert command[command.index("--only") + 1] == "tokenizer"
     read: GatewayConfig = config_maps.gateway_config(wanted)
@@ -136,7 +137,7 @@ def test_models_and_revisions_have_different_folders() -> None:
 def test_a_uri_cannot_read_the_environment_of_the_fetcher() -> None:
     uri = "s3://bucket/$(AWS_SECRET_ACCESS_KEY)/$$(POD_IP)/$x"
     environment = {"AWS_SECRET_ACCESS_KEY": "secret", "POD_IP": "10.0.0.1"}
-    deployment = gateway_objects.deployment(resolved(model={"uri": uri}))
+    deployment = gateway_deployment.build(resolved(model={"uri": uri}))
     for spec in (member_spec(uri=uri), deployment["spec"]["template"]["spec"]):
         words = command_line(fetcher_of(spec), environment)
         assert words[words.index("--uri") + 1] == uri

@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from baton_kube.client import Object
-from baton_operator.builders import coordinator_objects, gateway_objects
+from baton_operator.builders import coordinator_deployment
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.reconcile.desired import compute_desired
@@ -154,10 +155,8 @@ def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
         role: MemberTemplate(service, role).pod(0)["metadata"]["labels"]
         for role in ("prefill", "decode")
     }
-    labels["gateway"] = gateway_objects.deployment(service)["spec"]["template"]["metadata"][
-        "labels"
-    ]
-    labels["coordinator"] = coordinator_objects.deployment(service)["spec"]["template"]["metadata"][
+    labels["gateway"] = gateway_deployment.build(service)["spec"]["template"]["metadata"]["labels"]
+    labels["coordinator"] = coordinator_deployment.build(service)["spec"]["template"]["metadata"][
         "labels"
     ]
     return {role: Pod(namespace=namespace, labels=found) for role, found in labels.items()}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton_operator.builders import coordinator_objects, gateway_objects, service_key_secret
+from baton_operator.builders import coordinator_deployment, service_key_secret
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import GROUP, MEMBER_ROLES
@@ -21,8 +22,8 @@ def pod_specs(service: ResolvedService) -> dict[str, dict[str, Any]]:
     """Return the pod templates of an expert-parallel service by role."""
     templates = {role: MemberTemplate(service, role).pod(0) for role in MEMBER_ROLES}
     for role, build in (
-        ("gateway", gateway_objects.deployment),
-        ("coordinator", coordinator_objects.deployment),
+        ("gateway", gateway_deployment.build),
+        ("coordinator", coordinator_deployment.build),
     ):
         templates[role] = build(service)["spec"]["template"]
     return templates

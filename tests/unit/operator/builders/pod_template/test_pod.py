@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.names import GROUP, ConfiguredRole
 from support.operator.services import resolved
@@ -23,7 +23,7 @@ GPU = {"limits": {"nvidia.com/gpu": 8, "memory": "64Gi"}, "requests": {"cpu": "4
 def pod_spec(role: ConfiguredRole, **group: Any) -> Object:
     service = resolved(**{role: group})
     if role == "gateway":
-        spec: Object = gateway_objects.deployment(service)["spec"]["template"]["spec"]
+        spec: Object = gateway_deployment.build(service)["spec"]["template"]["spec"]
         return spec
     built: Object = MemberTemplate(service, role).pod(0)["spec"]
     return built

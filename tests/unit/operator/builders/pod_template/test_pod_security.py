@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders import coordinator_objects, gateway_objects
+from baton_operator.builders import coordinator_deployment
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import MEMBER_ROLES
@@ -73,8 +74,8 @@ def templates(service: ResolvedService) -> dict[str, Object]:
         if role != "prefill" or service.has_prefill
     }
     deployments: dict[str, Callable[[ResolvedService], Object]] = {
-        "gateway": gateway_objects.deployment,
-        "coordinator": coordinator_objects.deployment,
+        "gateway": gateway_deployment.build,
+        "coordinator": coordinator_deployment.build,
     }
     return found | {role: build(service)["spec"]["template"] for role, build in deployments.items()}
 

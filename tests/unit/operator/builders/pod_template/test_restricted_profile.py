@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton_kube.client import Object
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.pod_template.overlay import merge
 from baton_operator.builders.restrictions import Restrictions
@@ -27,7 +27,7 @@ def pod_of(role: str, template: Object, restrictions: Restrictions | None, **spe
     fields[role] = {**fields.get(role, {}), "template": template}
     service = resolved(restrictions=restrictions, **fields)
     if role == "gateway":
-        made: Object = gateway_objects.deployment(service)["spec"]["template"]
+        made: Object = gateway_deployment.build(service)["spec"]["template"]
         return made
     return MemberTemplate(service, "prefill" if role == "prefill" else "decode").pod(0)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.gateway import gateway_deployment
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.pod_template.free_form_fields import MAX_DEPTH
 from baton_operator.plan.plan_members import plan_members
@@ -284,7 +284,7 @@ def test_templates_as_deep_as_pods_are_accepted() -> None:
     assert MemberTemplate(
         resolved(decode={"template": {"spec": {"affinity": deep(MAX_DEPTH - 10)}}}), "decode"
     ).pod(0)
-    assert gateway_objects.deployment(
+    assert gateway_deployment.build(
         resolved(gateway={"template": {"metadata": {"annotations": {"a": None}}}})
     )
 

@@ -1,4 +1,4 @@
-"""The gateway: the Secrets that it reads, and the ports that its Service, Ingress and route use."""
+"""Gateway pods: the Secrets that they read, and the ports that Service, Ingress and route use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import msgspec
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders import gateway_objects
-from baton_operator.builders.http_route import http_route
-from baton_operator.builders.ingress import ingress
+from baton_operator.builders.gateway import (
+    gateway_deployment,
+    gateway_service,
+    http_route,
+    ingress,
+    url_schemes,
+)
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.observe.observation import gateway_schemes
 from baton_protocol.options.config import GatewayConfig
@@ -34,7 +38,7 @@ def mounted(pod: Object) -> dict[str, str]:
 
 
 def pod_template(**spec: Any) -> Object:
-    template: Object = gateway_objects.deployment(resolved(gateway=spec))["spec"]["template"]
+    template: Object = gateway_deployment.build(resolved(gateway=spec))["spec"]["template"]
     return template
 
 
@@ -56,30 +60,9 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
     )
 
 
-ASLEEP = {"minReplicas": 0, "maxReplicas": 2, "itlMilliseconds": 40, "idleSeconds": 60}
-
-
-@pytest.mark.parametrize(
-    ("decode", "annotations"),
-    [
-        ({"replicas": 0}, {"serving.baton.dev/scaled-to-zero": "true"}),
-        ({"replicas": 1}, None),
-        ({"replicas": 0, "autoscaling": ASLEEP}, None),
-    ],
-    ids=["by hand", "not scaled to zero", "by the autoscaler"],
-)
-def test_the_service_is_annotated_if_no_request_may_start_an_engine(
-    decode: Object, annotations: Object | None
-) -> None:
-    service = resolved(decode=decode)
-    if "autoscaling" in decode:
-        service = msgspec.structs.replace(service, sizes={"decode": 0})
-    assert gateway_objects.service(service)["metadata"].get("annotations") == annotations
-
-
 def test_a_scale_to_zero_by_hand_replaces_no_gateway() -> None:
     asleep, awake = (
-        gateway_objects.deployment(resolved(decode={"replicas": size})) for size in (0, 1)
+        gateway_deployment.build(resolved(decode={"replicas": size})) for size in (0, 1)
     )
     assert asleep == awake
 
@@ -102,16 +85,18 @@ def test_tls_changes_the_port_of_clients_and_the_service() -> None:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"]["scheme"] == "HTTP"
             assert container[probe]["httpGet"]["port"] == "metrics"
-        (found,) = gateway_objects.service(resolved(gateway=spec))["spec"]["ports"]
+        (found,) = gateway_service.build(resolved(gateway=spec))["spec"]["ports"]
         assert (found["name"], found["port"], found["targetPort"]) == (
             scheme,
             port,
             container["ports"][0]["name"],
         )
-        built = ingress(resolved(gateway={**spec, "ingress": {"host": "h"}}))
+        built = ingress.build(resolved(gateway={**spec, "ingress": {"host": "h"}}))
         backend = built["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
         assert backend["port"] == {"name": scheme}
-        route = http_route(resolved(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}}))
+        route = http_route.build(
+            resolved(gateway={**spec, "httpRoute": {"parentRefs": [{"name": "g"}]}})
+        )
         assert route["spec"]["rules"][0]["backendRefs"][0]["port"] == port
 
 
@@ -141,15 +126,15 @@ def test_during_the_switch_to_tls_each_port_selects_matching_pods(
         "httpRoute": {"parentRefs": [{"name": "g"}]},
     }
     service = msgspec.structs.replace(resolved(gateway=access_settings), gateway_schemes=schemes)
-    assert [port["name"] for port in gateway_objects.service(service)["spec"]["ports"]] == ports
-    built, route = ingress(service), http_route(service)
+    assert [port["name"] for port in gateway_service.build(service)["spec"]["ports"]] == ports
+    built, route = ingress.build(service), http_route.build(service)
     (path,) = built["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"]["port"] == {"name": in_use}
     assert (
         route["spec"]["rules"][0]["backendRefs"][0]["port"]
-        == gateway_objects.PORTS[gateway_objects.scheme_in_use(service)]
+        == url_schemes.PORTS[url_schemes.scheme_in_use(service)]
     )
-    assert gateway_objects.scheme_in_use(service) == in_use
+    assert url_schemes.scheme_in_use(service) == in_use
 
 
 def test_undoing_an_edit_of_the_model_uri_restores_the_first_template() -> None:
@@ -157,7 +142,7 @@ def test_undoing_an_edit_of_the_model_uri_restores_the_first_template() -> None:
     types, manager = BuiltinFieldTypes("Deployment"), Manager("baton-operator", "Apply", "apps/v1")
 
     def apply(live: Object | None, uri: str) -> Object:
-        wanted = gateway_objects.deployment(resolved(model={"uri": uri}))
+        wanted = gateway_deployment.build(resolved(model={"uri": uri}))
         empty = {"metadata": {"name": wanted["metadata"]["name"]}}
         merged, owned = server_side_apply.apply(live or empty, wanted, manager, types, True)
         server_side_apply.track(live, merged, manager, owned, types, "2026-01-01T00:00:00Z")

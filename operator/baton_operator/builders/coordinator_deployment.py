@@ -1,4 +1,4 @@
-"""The Deployment and the Service of the coordinator of an expert-parallel group.
+"""The Deployment of the coordinator of an expert-parallel group.
 
 The coordinator's pod mounts the service's key, but no configuration and no model.
 """
@@ -24,7 +24,7 @@ REBALANCE = (
 )
 
 
-def deployment(resolved: ResolvedService) -> Object:
+def build(resolved: ResolvedService) -> Object:
     """Return the coordinator's Deployment, which has one pod.
 
     A new pod starts only after the old pod has ended, because a group can have only one
@@ -88,30 +88,3 @@ def _rebalance_flags(rebalance: Rebalance) -> list[str]:
         f"--{setting.option.replace('_', '-')}={setting.convert(getattr(rebalance, setting.field))}"
         for setting in REBALANCE
     ]
-
-
-def service(resolved: ResolvedService) -> Object:
-    """Return the coordinator's Service, through which ranks and operator connect."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": resolved.metadata(names.coordinator_name(resolved.name), "coordinator"),
-        "spec": {
-            "type": "ClusterIP",
-            "selector": names.selector(resolved.name, "coordinator"),
-            "ports": [
-                {
-                    "name": "ranks",
-                    "port": COORDINATOR_PORT,
-                    "targetPort": "ranks",
-                    "protocol": "TCP",
-                },
-                {
-                    "name": "http",
-                    "port": COORDINATOR_HTTP_PORT,
-                    "targetPort": "http",
-                    "protocol": "TCP",
-                },
-            ],
-        },
-    }

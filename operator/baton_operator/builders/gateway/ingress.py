@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.absent import Absent
+from baton_operator.builders.gateway import url_schemes
 from baton_operator.builders.resolved_service import ResolvedService
 
 
-def ingress(resolved: ResolvedService) -> Object | None:
-    """Return the Ingress; None if the spec does not request one.
+def build(resolved: ResolvedService) -> Object | Absent:
+    """Return the Ingress, which exists only if the spec requests it.
 
     Raises:
         ValueError: the operator's restrictions refuse an annotation.
     """
+    name = names.gateway_name(resolved.name)
     wanted = resolved.spec.gateway.ingress
     if wanted is None:
-        return None
-    metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
+        return Absent("Ingress", name)
+    metadata = resolved.metadata(name, "gateway")
     if wanted.annotations:
         if resolved.restrictions is not None:
             path = "gateway.ingress.annotations"
@@ -25,8 +27,8 @@ def ingress(resolved: ResolvedService) -> Object | None:
         metadata["annotations"] = dict(wanted.annotations)
     backend = {
         "service": {
-            "name": names.gateway_name(resolved.name),
-            "port": {"name": gateway_objects.scheme_in_use(resolved)},
+            "name": name,
+            "port": {"name": url_schemes.scheme_in_use(resolved)},
         }
     }
     rule = {

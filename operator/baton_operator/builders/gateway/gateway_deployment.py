@@ -1,48 +1,28 @@
-"""The gateway's Deployment and Service, and the URL schemes of their ports.
-
-`ingress` and `http_route` build the access to this Service from outside the cluster.
-"""
+"""The gateway's Deployment."""
 
 from __future__ import annotations
 
 from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator import names
 from baton_operator.builders import config_maps
+from baton_operator.builders.gateway import url_schemes
 from baton_operator.builders.pod_template import pod
-from baton_operator.builders.resolved_service import ResolvedService, Scheme
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.options.config import GATEWAY_METRICS_PORT, GATEWAY_PORT
 
 CONTAINER = "gateway"
 #: Lifetime of the account's token. The kubelet renews the token before.
 TOKEN_LIFETIME_S = 3600
-#: Ports of the gateway's Service by scheme. In Service and pods the scheme is the name of the port,
-#: so each port of the Service selects the pods that serve its scheme.
-PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
 
 
-def served_scheme(resolved: ResolvedService) -> Scheme:
-    """Return the URL scheme that new gateway pods serve, according to the spec."""
-    return "http" if resolved.spec.gateway.tls is None else "https"
-
-
-def scheme_in_use(resolved: ResolvedService) -> Scheme:
-    """Return the URL scheme that clients should use now.
-
-    After an edit of `gateway.tls`, the old scheme is returned until a pod with the new scheme is
-    ready.
-    """
-    wanted, ready = served_scheme(resolved), resolved.gateway_schemes
-    return wanted if wanted in ready or not ready else ready[0]
-
-
-def deployment(resolved: ResolvedService) -> Object:
+def build(resolved: ResolvedService) -> Object:
     """Return the gateway's Deployment. In a rollout, a new pod is ready before an old pod leaves.
 
     Raises:
         ValueError: the template overlay cannot be merged.
     """
     gateway = resolved.spec.gateway
-    scheme = served_scheme(resolved)
+    scheme = url_schemes.served_scheme(resolved)
     template = pod.pod_template(
         resolved,
         "gateway",
@@ -89,36 +69,6 @@ def deployment(resolved: ResolvedService) -> Object:
 def revision_of(deployment: Object) -> str:
     """Return the revision of the pods of the gateway's Deployment: the hash of its template."""
     return str(deployment["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
-
-
-def service(resolved: ResolvedService) -> Object:
-    """Return the gateway's Service.
-
-    After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both are
-    ready. An annotation shows the gateways that the service is scaled to zero by hand. The
-    gateways' configuration does not contain this, because a change of it would replace their pods.
-    """
-    metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
-    if resolved.is_scaled_to_zero_by_hand:
-        metadata["annotations"] = {names.ANNOTATION_SCALED_TO_ZERO: "true"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {
-            "type": "ClusterIP",
-            "selector": names.selector(resolved.name, "gateway"),
-            "ports": [
-                {
-                    "name": scheme,
-                    "port": PORTS[scheme],
-                    "targetPort": scheme,
-                    "protocol": "TCP",
-                }
-                for scheme in sorted({served_scheme(resolved), *resolved.gateway_schemes})
-            ],
-        },
-    }
 
 
 def _token_mount() -> tuple[Object, Object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.gateway import gateway_service
 from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 
@@ -23,7 +23,7 @@ def test_a_route_is_built_if_the_cluster_has_the_kind() -> None:
     assert route["spec"]["parentRefs"] == [{**group, **parent} for parent in parents]
     assert (
         route["spec"]["rules"][0]["backendRefs"][0]["name"]
-        == gateway_objects.service(service)["metadata"]["name"]
+        == gateway_service.build(service)["metadata"]["name"]
     )
     unknown = compute_desired(service, None)
     assert "HTTPRoute" not in {obj["kind"] for obj in unknown.objects} | {

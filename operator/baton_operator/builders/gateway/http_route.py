@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import gateway_objects
+from baton_operator.builders.absent import Absent
+from baton_operator.builders.gateway import url_schemes
 from baton_operator.builders.resolved_service import ResolvedService
 
 ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
-def http_route(resolved: ResolvedService) -> Object | None:
-    """Return the HTTPRoute; None if the spec does not request one."""
+def build(resolved: ResolvedService) -> Object | Absent:
+    """Return the HTTPRoute, which exists only if the spec requests it."""
+    name = names.gateway_name(resolved.name)
     wanted = resolved.spec.gateway.http_route
     if wanted is None:
-        return None
+        return Absent("HTTPRoute", name)
     parents = []
     for parent in wanted.parent_refs:
         optional: Object = {
@@ -26,18 +28,13 @@ def http_route(resolved: ResolvedService) -> Object | None:
         parents.append(
             reference | {field: value for field, value in optional.items() if value is not None}
         )
-    port = gateway_objects.PORTS[gateway_objects.scheme_in_use(resolved)]
-    backend = {
-        "group": "",
-        "kind": "Service",
-        "name": names.gateway_name(resolved.name),
-        "port": port,
-    }
+    port = url_schemes.PORTS[url_schemes.scheme_in_use(resolved)]
+    backend = {"group": "", "kind": "Service", "name": name, "port": port}
     matches = [{"path": {"type": "PathPrefix", "value": "/"}}]
     return {
         "apiVersion": ROUTE_API,
         "kind": "HTTPRoute",
-        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
+        "metadata": resolved.metadata(name, "gateway"),
         "spec": {
             "parentRefs": parents,
             **({"hostnames": list(wanted.hostnames)} if wanted.hostnames else {}),

@@ -1,0 +1,12 @@
+"""The result of a builder whose service does not have the object."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Absent(NamedTuple):
+    """An object that must not exist. If the service owns one, the operator deletes it."""
+
+    kind: str
+    name: str
