@@ -24,7 +24,7 @@ frame a message has three frames, in both directions:
                                       <- DEAD       Dead                 the engine loop failed
                                       <- KV_EVENTS  KVEventBatch         to subscribers
 
-An engine refuses a message with an instance id other than its own. So a message for a dead process
+An engine refuses a message with the instance id of another engine. So a message for a dead process
 never reaches its successor.
 """
 
@@ -197,7 +197,7 @@ class KVTransferParams(_Wire):
     remote_port: int = 0
 
 
-#: See `EngineCoreRequest.cache_salt`.
+#: Length of the text that identifies a client in `EngineCoreRequest.cache_salt`.
 CLIENT_CHARS = 16
 
 

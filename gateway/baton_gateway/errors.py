@@ -11,7 +11,14 @@ from baton_text.responses.anthropic import MessageError, MessageErrorDetail
 from baton_text.responses.openai import ErrorBody, ErrorDetail
 from baton_text.responses.responses_api import ResponseError
 
+#: Retry-After in seconds of a request that the gateway or an engine refuses because of its load.
 RETRY_AFTER_S = 1
+#: Retry-After in seconds of a request that gets no decode engine, because none is ready. A model
+#: takes at least this long to load.
+NO_ENGINE_RETRY_AFTER_S = 10
+#: Retry-After in seconds while the service is scaled to zero by hand. No engine starts by itself,
+#: so an early retry would fail too.
+SCALED_TO_ZERO_RETRY_AFTER_S = 60
 #: Limit on the characters of a message.
 MAX_MESSAGE = 2000
 #: Anthropic's API. Its errors have a shape of their own.

@@ -114,7 +114,7 @@ class Gateway:
         if self._keys or self._certificate:
             self._secrets_task = asyncio.create_task(self._refresh_secrets(), name="secrets")
         logger.info(
-            "serving %s on %s://%s:%d, and metrics on port %d",
+            "the gateway serves %s on %s://%s:%d, and metrics on port %d",
             served_name(self.config),
             "https" if context else "http",
             host,
@@ -209,7 +209,10 @@ class Gateway:
             raise RuntimeError(
                 "the engine pool ended, so the gateway stops"
             ) from self._pool_task.exception()
-        logger.info("shutting down: running requests have %g s to end", self.config.drain_timeout_s)
+        logger.info(
+            "the gateway shuts down: running requests have %g s to end",
+            self.config.drain_timeout_s,
+        )
         await shut_down()
 
     async def _refresh_secrets(self) -> None:

@@ -67,7 +67,7 @@ async def run_off_loop(
 
 
 async def run_tokenization(work: Callable[[], _Result], size: int) -> _Result:
-    """Run `work`, which tokenizes or detokenizes texts, as `run_off_loop` does.
+    """Tokenize or detokenize texts with `work`, without blocking the event loop for long.
 
     Large texts are tokenized one after the other, because that takes much memory.
 
@@ -82,7 +82,7 @@ async def run_tokenization(work: Callable[[], _Result], size: int) -> _Result:
 async def run_encoding(
     work: Callable[[], _Result], size: int, inline: int, large: float = math.inf
 ) -> _Result:
-    """Run `work`, which encodes a part of a response, as `run_off_loop` does.
+    """Encode a part of a response with `work`, without blocking the event loop for long.
 
     Args:
         size: number of entries, or of bytes of vectors, that the work encodes.

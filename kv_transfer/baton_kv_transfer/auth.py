@@ -42,7 +42,7 @@ def compute_proof(
     """Return the proof (32 bytes) that the side with this `role` has the token.
 
     Args:
-        token: see `derive_token`.
+        token: the token that all engines of the service share; empty without a service key.
         role: the side that sends the proof, PRODUCER or CONSUMER.
         consumer_nonce: the nonce in HELLO.
         producer_nonce: the nonce in WELCOME.

@@ -15,7 +15,7 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def load_documents(path: Path) -> list[Object]:
-    """Return the Kubernetes objects of a YAML file.
+    """Return the documents of a YAML file, each of which is a Kubernetes object.
 
     Raises:
         ValueError: the file cannot be read, or a document is not a Kubernetes object.

@@ -35,7 +35,7 @@ class Networks:
 
 
 def claim_networks(control_plane: str) -> Networks:
-    """Claim the first free ranges of pod addresses and Service addresses.
+    """Claim the first free networks for pod addresses and for Service addresses.
 
     A claim is a Unix socket bound to an abstract name. All users of the same network namespace, and
     thus of the same loopback device, share these names. The kernel releases a claim when the

@@ -67,7 +67,7 @@ class Reflector:
                 pass
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Keep the copy current, and yield after every list and every event.
+        """Keep the copy current. Yield None after each LIST request and each watch event.
 
         Failures are logged and retried with backoff.
         """
@@ -103,7 +103,10 @@ class Reflector:
                     version = ""
                 else:
                     logger.warning(
-                        "watching %s failed, trying again in %.1f s: %s", self._path, pause_s, error
+                        "the watch of %s failed, trying again in %.1f s: %s",
+                        self._path,
+                        pause_s,
+                        error,
                     )
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 

@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         asyncio.run(run(args, restrictions))
     except KopfHangsError as error:
-        logger.error("exiting with code 1: %s", error)
+        logger.error("the operator exits with code 1: %s", error)
         os._exit(1)  # sys.exit would wait for kopf's threads
     except (LeaseLostError, AddressError) as error:
-        logger.error("exiting with code 1: %s", error)
+        logger.error("the operator exits with code 1: %s", error)
         sys.exit(1)
     except ConfigException as error:
         hint = "" if args.kubeconfig else "; outside a cluster set --kubeconfig"
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def restrictions_of(args: argparse.Namespace) -> Restrictions | None:
-    """Return what LLMServices may request, according to the flags. None: everything.
+    """Return the restrictions on LLMServices, according to the flags. None: no restrictions.
 
     An operator of all namespaces is restricted by default, because it has several tenants.
 

@@ -83,7 +83,7 @@ def serialized(match: dict[str, str]) -> str:
 
 
 def keys_of(kind: str, metadata: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the services to which an object belongs: those in its label and owner references.
+    """Yield the keys of an object's services, which its label and owner references name.
 
     Both are read, because another client may have changed the label.
     """

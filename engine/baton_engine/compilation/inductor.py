@@ -45,6 +45,7 @@ class InductorCompiler:
         self._known: dict[tuple[str, int | None], Compiled] = {}
 
     def open(self, key: str) -> None:
+        """Use the folder of the model with this key, or a temporary folder if that fails."""
         self._known.clear()
         try:
             self.folder = (default_cache_dir() if self._root is None else self._root) / key
@@ -63,6 +64,13 @@ class InductorCompiler:
     def compile(
         self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
     ) -> Compiled:
+        """Return the compiled piece of a graph: from memory, from the folder or from Inductor.
+
+        Args:
+            graph: the graph of the piece.
+            arguments: example arguments.
+            size: number of tokens for which to compile. None: any number.
+        """
         key = piece_key(graph)
         if key is None:
             compiled = self._compile(graph, arguments, size, None)
@@ -83,7 +91,7 @@ class InductorCompiler:
                 artifact = CompiledArtifact.load(path=str(path), format="binary")
         except Exception:  # a bad cache entry must not keep an engine from starting
             logger.warning(
-                "cannot load the compiled piece in %s; compiling it again",
+                "the compiled piece in %s cannot be loaded; compiling it again",
                 path,
                 exc_info=True,
             )

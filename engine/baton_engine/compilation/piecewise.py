@@ -146,7 +146,9 @@ class PiecewiseBackend:
                 self.num_pieces += 1
         took = time.monotonic() - started
         logger.info(
-            "cut the traced model into %d pieces and prepared them in %.1f s", self.num_pieces, took
+            "the traced model was cut into %d pieces, which were prepared in %.1f s",
+            self.num_pieces,
+            took,
         )
         return whole.forward
 

@@ -97,7 +97,7 @@ def create_group(
         device: device of the tensors. cpu uses gloo, and shared memory if all members are on one
             host. cuda uses NCCL.
         timeout_s: timeout of an operation.
-        nonce: nonce of the generation. See `generation_store`.
+        nonce: nonce of the generation. Attempts with different nonces share no key of the store.
         join_timeout_s: timeout of the join. None: `timeout_s`.
         host: this rank's address for gloo. None: the pod's address.
 
@@ -132,7 +132,11 @@ def create_group(
             f"for the other {size - 1} members ({error})"
         ) from error
     logger.info(
-        "joined process group %s of generation %d as rank %d of %d", name, generation, rank, size
+        "process group %s of generation %d was joined as rank %d of %d",
+        name,
+        generation,
+        rank,
+        size,
     )
     return joined
 
@@ -147,10 +151,14 @@ def join_generation(
     join_timeout_s: float,
     secret: bytes = b"",
 ) -> Group:
-    """Join a group through the store of a generation, and return the group. See `create_group`.
+    """Join a group through the store of a generation, and return the group.
 
     Args:
-        secret: secret of the store. See `store.handshake`.
+        secret: secret that the store's server and clients must prove to have.
+        name, rank, device, timeout_s, join_timeout_s: arguments of `create_group`.
+
+    Raises:
+        ConfigurationError, TimeoutError, GroupBrokenError: from `create_group`.
     """
     address = StoreAddress(generation.store_host, generation.store_port)
     return create_group(
@@ -186,7 +194,7 @@ def create_parallel_context(
         parallel: sizes of the groups.
         rank: global rank.
         store_address: address of the store.
-        secret: secret of the store. See `store.handshake`.
+        secret: secret that the store's server and clients must prove to have.
 
     Raises:
         ConfigurationError: the device is cuda, and torch has no NCCL.
@@ -209,7 +217,7 @@ def create_parallel_context(
 
 
 class TorchGroup:
-    """A `Group` over one of torch's backends. See `create_group`."""
+    """A `Group` over gloo or NCCL, which `create_group` connects."""
 
     def __init__(
         self,
@@ -389,8 +397,9 @@ def _gloo(
     )
     if num_rejected:
         logger.warning(
-            "closed %d connections to gloo at %s:%d: they are not from members of the group; check "
-            "the NetworkPolicy, or set %s=1 if the network changes the addresses of pods",
+            "this rank closed %d connections to gloo at %s:%d: they are not from members of the "
+            "group; check the NetworkPolicy, or set %s=1 if the network changes the addresses of "
+            "pods",
             num_rejected,
             *own,
             TRANSLATED_ADDRESSES,

@@ -76,7 +76,7 @@ def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) 
 
 
 class SharedMemoryGroup:
-    """A `Group` of CPU ranks on one host. See `over_shared_memory`."""
+    """A `Group` of CPU ranks that exchange tensors through shared memory of one host."""
 
     def __init__(
         self, group: Group, name: str, memory: mmap.mmap, pids: list[int], timeout_s: float

@@ -178,7 +178,9 @@ class DPEngineCore(EngineCore):
             self._drop_standby()
             self._report.on_target()
             logger.info(
-                "preparing generation %d (operation %s)", target.number, target.operation_id or "-"
+                "the engine core prepares generation %d (operation %s)",
+                target.number,
+                target.operation_id or "-",
             )
             self._standby = StandbyGeneration(
                 target, rank, self.generation, self.executor, self._join, self._wakeup
@@ -324,7 +326,7 @@ class DPEngineCore(EngineCore):
     def _leave(self, reason: str) -> None:
         """End all requests and leave the group."""
         assert self.generation is not None, "only a member can leave"
-        logger.info("leaving generation %d: %s", self.generation.number, reason)
+        logger.info("this rank leaves generation %d: %s", self.generation.number, reason)
         self.fail_all(ErrorCode.DRAINING, f"{reason}; continue the request elsewhere")
         self._wave_sender.set_peers([])
         with self._group_lock:

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             progress_server.serve(progress, pod_ip(), args.http_port)
         except OSError as error:
             logger.warning(
-                "cannot serve the progress on port %d of %s: %s; only this log shows the progress",
+                "the progress cannot be served on port %d of %s: %s; only this log shows it",
                 args.http_port,
                 pod_ip(),
                 error,

@@ -72,7 +72,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
             return super().get_request()
         except OSError as error:
             self._log.warning(
-                "cannot accept an HTTP connection on port %s: %s; trying again",
+                "an HTTP connection on port %s cannot be accepted: %s; trying again",
                 self.server_port,
                 error,
             )
@@ -91,8 +91,8 @@ class BoundedHTTPServer(ThreadingHTTPServer):
             self._since[request] = time.monotonic()
         if oldest is not None:
             self._log.warning(
-                "closed the HTTP connection with the oldest request: the limit of %s connections "
-                "on port %s is reached",
+                "the HTTP connection with the oldest request is closed: the limit of %s "
+                "connections on port %s is reached",
                 MAX_CONNECTIONS,
                 self.server_port,
             )

@@ -70,7 +70,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate text that continues a prompt, and yield all of it whenever it has grown.
+        """Generate text that continues a prompt, and yield all of it each time it has grown.
 
         The end of the iteration, also by cancellation, aborts requests that still run. Use
         `contextlib.aclosing` around a loop that may end early.
@@ -113,7 +113,7 @@ class AsyncLLM:
             chat_template, add_generation_prompt, chat_template_kwargs, tools: as in `LLM.chat`.
 
         Yields:
-            As `generate`.
+            The text, tokens and logprobs so far, as in `generate`.
 
         Raises:
             TypeError, RuntimeError: as `generate`.
@@ -140,7 +140,7 @@ class AsyncLLM:
         await self._loop.call(lambda: self._model.core.wake_up(tags))
 
     async def reset_prefix_cache(self) -> None:
-        """Drop the KV of earlier prompts."""
+        """Drop the KV of earlier prompts from the prefix cache."""
         await self._loop.call(self._model.core.reset_prefix_cache)
 
     async def get_metrics(self) -> list[Metric]:

@@ -293,7 +293,10 @@ class LLM:
             self._model.core.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the KV of earlier prompts. Unlike in vLLM, the method returns nothing."""
+        """Drop the KV of earlier prompts from the prefix cache.
+
+        Unlike in vLLM, the method returns nothing.
+        """
         with self._lock:
             self._check_open()
             self._model.core.reset_prefix_cache()

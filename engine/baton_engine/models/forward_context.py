@@ -99,7 +99,7 @@ class ForwardContext:
 
         Args:
             query: queries of the calling layer, of shape [num_tokens, num_heads, head_dim].
-            window: see `baton_kernels.attention.AttentionPlan`.
+            window: size of the sliding window in tokens, at least 1. None: no window.
         """
         plan = self._plans.get(window)
         if plan is None:

@@ -31,7 +31,7 @@ class FusedModel:
     def __call__(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        """As `CausalLM.forward`, with the same bits."""
+        """Return the hidden states that `CausalLM.forward` returns, bit for bit."""
         context = current_context()
         if context.reports_by_layer:
             return self._model(input_ids, positions, hidden)

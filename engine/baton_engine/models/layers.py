@@ -362,7 +362,7 @@ class CausalLM(Model):
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """As `Model.forward`. Also write the tokens' KV into the cache."""
+        """Run this pipeline stage on a step's tokens, and write their KV into the cache."""
         if not self.parallel.is_first_stage and hidden is None:
             raise ValueError("a stage after the first needs the previous stage's hidden states")
         if hidden is None:

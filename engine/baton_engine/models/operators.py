@@ -30,8 +30,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
         k: keys of shape [num_tokens, num_kv_heads, head_dim].
         v: values of the same shape as k.
         layer: index of the layer on this rank.
-        scale: see `baton_kernels.attention.paged_attention`.
-        window: see `baton_kernels.attention.AttentionPlan`.
+        scale: positive factor of the scores, usually head_dim ** -0.5.
+        window: size of the sliding window in tokens, at least 1. None: no window.
 
     Returns:
         The attention outputs, of the same shape as q.

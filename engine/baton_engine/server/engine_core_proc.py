@@ -178,7 +178,7 @@ class EngineCoreProc:
             self._start_serving(core)
             self._run_busy_loop(core)
             self.state = State.STOPPED
-            logger.info("engine stopped")
+            logger.info("the engine stopped")
             return 0
         except Exception as error:
             loading = self.state is State.LOADING
@@ -431,7 +431,7 @@ class EngineCoreProc:
         now = time.monotonic()
         if self._shutdown_deadline is None:
             logger.info(
-                "shutting down: running requests may take %g s to end (--drain-timeout-s)",
+                "the engine shuts down: running requests may take %g s to end (--drain-timeout-s)",
                 self.config.drain_timeout_s,
             )
             self._shutdown_deadline = now + self.config.drain_timeout_s
@@ -558,7 +558,7 @@ class EngineCoreProc:
             self.io.send_outputs(client, EngineCoreOutputs(client_outputs))
 
     def _make_pong(self) -> Pong:
-        """Return the engine's load. `EngineIO` sets the sequence number."""
+        """Return a PONG with the engine's load. `EngineIO` sets the sequence number."""
         stats = self._stats
         return Pong(
             sequence=0,

@@ -283,7 +283,7 @@ class EngineIO:
             self._wake_pipe.close()
 
     def _send_outbox(self) -> bool:
-        """Send all queued messages. Return False if `close` was called."""
+        """Send all messages of the outbox. Return False if `close` was called."""
         self._wake_pipe.clear()
         while True:
             try:
@@ -332,7 +332,7 @@ class EngineIO:
 
     def _refuse(self, client: bytes, reason: str, request_id: str = "") -> None:
         reason = one_line(reason)  # may contain text of the client
-        self._refusals.warning("refused a message of client %s: %s", self._name(client), reason)
+        self._refusals.warning("a message of client %s is refused: %s", self._name(client), reason)
         self._reply(client, ResponseType.REFUSED, RequestRefused(reason, request_id))
 
     def _receive_all(self) -> None:

@@ -40,7 +40,10 @@ class RequestOwners:
         return self._owners.get(request_id, client) == client
 
     def ids_to_abort(self, abort: Abort) -> list[str]:
-        """Return the ids of the next ABORT message of the input queue, see `_owned_ids`."""
+        """Return the ids of the next ABORT message of the input queue.
+
+        Requests that other clients own are left out.
+        """
         if not abort.taken:  # the message is also the first of the other queue
             self._aborts.get_nowait()
         return self._owned_ids(abort)

@@ -45,7 +45,7 @@ class Pooler:
             hidden: hidden states of the step's tokens, [num_tokens, hidden_size].
             scheduled: the requests of the step.
             batch: the batch, which has the length and the parameters of each request.
-            classify: the output layer of a classifier, see `Model.classify`.
+            classify: the output layer of a classifier (`Model.classify`).
 
         Returns:
             The vector of each request whose prompt ends in this step, as float32, little endian.

@@ -45,7 +45,7 @@ class SampledTokens:
         return self._on_host
 
     def impossible_rows(self) -> list[int]:
-        """Return the rows in which no token was possible. Wait as `wait` does."""
+        """Return the rows in which no token was possible, when the tokens are on the host."""
         if self._is_impossible is None:
             return []
         self.wait()

@@ -258,7 +258,7 @@ class Worker:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """Sample the last executed step's tokens. Return the tokens and the ended KV transfers.
 
-        On a GPU the tokens may be pending, see `ModelRunner.sample_tokens`.
+        On a GPU the output may be pending, so that the caller can prepare the next step.
         """
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
@@ -281,7 +281,7 @@ class Worker:
             current: the generation in which steps run now. Only logged.
         """
         logger.info(
-            "preparing generation %d (operation %s, current generation %s)",
+            "this worker prepares generation %d (operation %s, current generation %s)",
             generation.number,
             generation.operation_id or "-",
             current.number if current is not None else "none",
@@ -329,8 +329,9 @@ class Worker:
         return self.connector.stats() if self.connector is not None else None
 
     def sleep(self, level: int) -> None:
-        """Release memory until `wake_up`; see `worker.sleep.sleep`.
+        """Release the memory of the KV cache and the weights until `wake_up`.
 
+        Level 1 moves the weights of a GPU to host memory. Level 2 drops the weights.
         The engine core refuses to sleep while other engines use the KV cache or the experts.
 
         Raises:
@@ -339,7 +340,7 @@ class Worker:
         sleep(self._loaded, level)
 
     def wake_up(self, tags: list[str] | None = None) -> str:
-        """Restore what `sleep` has released; see `worker.sleep.wake_up`.
+        """Restore the weights and an empty KV cache after `sleep`.
 
         Returns:
             `ModelSpec.compatibility_hash`, which changes if other weights were loaded.

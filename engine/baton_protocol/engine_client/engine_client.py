@@ -83,7 +83,7 @@ class EngineClient:
         on_kv_events: called with each batch of changes of the engine's prefix cache. None: the
             client does not subscribe. The first batch may have any sequence number. A later gap in
             the sequence numbers means that batches were lost.
-        on_available: called whenever `accepts_requests` may have become true.
+        on_available: called each time `accepts_requests` may have become true.
     """
 
     def __init__(

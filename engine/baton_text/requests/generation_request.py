@@ -263,7 +263,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.prompt_logprobs
 
     def release_prompt(self) -> None:
-        """See `LongRunning`. `refusal` still names the field that is at fault."""
+        """Drop the values that only the prompt and its grammar need.
+
+        `refusal` still names the field that is at fault.
+        """
         if self.response_format is not None:
             self.response_format.json_schema = None
         if self.structured_outputs is not None and self.structured_outputs.given():

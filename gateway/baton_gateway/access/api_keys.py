@@ -118,7 +118,9 @@ class ApiKeys:
         self._entries, self._clients = entries, list(clients.items())
         if clients:
             logger.info(
-                "loaded API keys of %d clients: %s", len(clients), ", ".join(clients.values())
+                "the gateway loaded API keys of %d clients: %s",
+                len(clients),
+                ", ".join(clients.values()),
             )
         else:
             logger.warning(

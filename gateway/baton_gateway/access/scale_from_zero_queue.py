@@ -15,18 +15,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton_gateway.errors import APIError
+from baton_gateway.errors import (
+    NO_ENGINE_RETRY_AFTER_S,
+    SCALED_TO_ZERO_RETRY_AFTER_S,
+    APIError,
+)
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.engine_pool import EnginePool
 
 #: Interval between keep-alive comments in the stream of a waiting request. Proxies close
 #: connections that are silent for a minute.
 KEEP_ALIVE_S = 10.0
-#: Retry-After in seconds of a request that was refused. A model takes at least this long to load.
-RETRY_AFTER_S = 10
-#: Retry-After in seconds while the service is scaled to zero by hand. No engine starts by itself,
-#: so an early retry would fail too.
-SCALED_TO_ZERO_RETRY_AFTER_S = 60
 
 
 class ScaleFromZeroQueue:
@@ -56,7 +55,10 @@ class ScaleFromZeroQueue:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether requests wait whenever no decode engine is available."""
+        """Whether requests wait each time no decode engine is available.
+
+        If False, requests wait only for the gateway's first decode engine.
+        """
         return self._hold_s > 0
 
     async def wait(self, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -106,5 +108,5 @@ class ScaleFromZeroQueue:
             timeout.reschedule(now)
 
 
-def _refusal(message: str, retry_after_s: int = RETRY_AFTER_S) -> APIError:
+def _refusal(message: str, retry_after_s: int = NO_ENGINE_RETRY_AFTER_S) -> APIError:
     return APIError(503, message, code="no_ready_engine", retry_after_s=retry_after_s)

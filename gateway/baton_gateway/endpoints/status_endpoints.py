@@ -57,7 +57,7 @@ class StatusEndpoints:
         )
 
     async def get_root(self, _: web.Request) -> web.Response:
-        """Answer the health checks of load balancers that request `/` unless configured."""
+        """Answer the health checks of load balancers, which request `/` by default."""
         return web.Response(text="ok")
 
     async def get_health(self, _: web.Request) -> web.Response:

@@ -249,7 +249,7 @@ class ClientConnection(web.RequestHandler):
         Any client could fill the log with these tracebacks.
         """
         if isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
-            logger.info("discarded the rest of an invalid request body after its response")
+            logger.info("the rest of an invalid request body was discarded after the response")
         else:
             super().log_exception(*args, **kwargs)
 

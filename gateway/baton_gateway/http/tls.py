@@ -49,7 +49,7 @@ class ServerCertificate:
             self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
             self._load(self.context)
             self._loaded, self._failure = found, ""
-            logger.info("loaded a new certificate from %s for new connections", self._folder)
+            logger.info("the new certificate in %s is used for new connections", self._folder)
         except OSError as error:
             if str(error) != self._failure:  # log each failure once, not at every poll
                 logger.error(

@@ -185,7 +185,9 @@ class Dispatcher:
         client: EngineClient,
         request: EngineCoreRequest,
     ) -> EngineCoreOutput | None:
-        """Wait for the prefill stage, and send PREFILL_RESULT unless the sequence has ended.
+        """Return the first token of the prefill stage, after sending PREFILL_RESULT.
+
+        A sequence that has ended sends no PREFILL_RESULT.
 
         PREFILL_RESULT is sent before the client of the gateway receives the first token. So a slow
         client does not delay the decode engine.

@@ -77,7 +77,7 @@ class EnginePool:
         self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self._members: dict[tuple[str, str, int], PoolMember] = {}
         self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
-        #: Set and replaced whenever a member may have become available.
+        #: Set and replaced each time a member may have become available.
         self._changed = asyncio.Event()
         self._max_model_len: int | None = None
         self._data_parallel_size = 1
@@ -115,7 +115,7 @@ class EnginePool:
     async def wait_for(
         self, pick: Callable[[], _Picked | None], timeout_s: float
     ) -> _Picked | None:
-        """Call `pick` now, and again whenever an engine may have become available.
+        """Call `pick` now, and again each time an engine may have become available.
 
         Returns:
             The first result that is not None; None after `timeout_s`.

@@ -81,7 +81,7 @@ class KubernetesDiscovery(Discovery):
 
 @asynccontextmanager
 async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run `work` until the end of the `with` block."""
+    """Run `work` in a background task until the end of the `with` block."""
     task = asyncio.create_task(work, name="watch of the gateway's Service")
     try:
         yield

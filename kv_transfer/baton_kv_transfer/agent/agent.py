@@ -186,7 +186,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def add_remote_agent(self, metadata: bytes) -> str:
-        """Add a peer and return its name.
+        """Add the agent of a peer, and return its name.
 
         Adding the same metadata again has no effect, and different metadata replaces the peer's
         earlier metadata. Transfers made with the earlier metadata end in ERR: immediately if they
@@ -200,7 +200,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def remove_remote_agent(self, agent: str) -> None:
-        """Disconnect and remove a peer. Its transfers in flight end in ERR."""
+        """Disconnect and remove the agent of a peer. Its transfers in flight end in ERR."""
 
     def get_xfer_descs(
         self,

@@ -75,6 +75,7 @@ class ConsumerSide:
         self._waits[transfer_id] = lead_peer
 
     def begin(self, request: LoadRequest) -> None:
+        """Connect to the producer and begin a load. Reject the load if that is impossible."""
         self._waits.pop(request.transfer_id, None)
         if self._loads.get(request.transfer_id) is not None:
             logger.error(
@@ -222,7 +223,7 @@ class ConsumerSide:
     def _fence(self, why: str, now: float) -> None:
         """Cut all peers off from this engine's memory, end all loads and disconnect all peers."""
         logger.warning(
-            "cutting all peers off from the KV memory, which fails all running loads; later loads "
+            "all peers are cut off from the KV memory, which fails all running loads; later loads "
             "connect again: %s",
             why,
         )

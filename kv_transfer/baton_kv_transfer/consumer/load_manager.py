@@ -64,6 +64,7 @@ class LoadManager:
         return iter(list(self._loads.values()))
 
     def get(self, transfer_id: str) -> Load | None:
+        """Return the running load of a transfer. None: there is no such load."""
         return self._loads.get(transfer_id)
 
     @property
@@ -82,6 +83,13 @@ class LoadManager:
         self._finished.append((request.transfer_id, LoadResult(0, error)))
 
     def begin(self, request: LoadRequest, lead_peer: Peer, now: float) -> None:
+        """Create the load of a request in the state HANDSHAKE.
+
+        Args:
+            request: the blocks to load.
+            lead_peer: connection to the producer's worker 0.
+            now: the current time.
+        """
         num_blocks = len(request.block_ids)
         has_fitting_blocks = 0 < num_blocks <= self._memory.num_slots
         load = Load(
@@ -97,9 +105,11 @@ class LoadManager:
         self.update_state(load, now)
 
     def heartbeat_s(self, peer: Peer) -> float:
+        """Return the interval in seconds between heartbeats to a worker of the producer."""
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
 
     def deadlines(self) -> list[float]:
+        """Return the times at which `check_deadlines` may have to fail a load or a peer."""
         deadlines = []
         for load in self._loads.values():
             if load.state is LoadState.SETTLING:
@@ -262,6 +272,7 @@ class LoadManager:
             self._verifier.drop(rank_transfer)
 
     def end(self, load: Load, now: float) -> None:
+        """Remove a load, free its slots, and record its LoadResult for `take_finished`."""
         del self._loads[load.transfer_id]
         if load.slots is not None:
             self._memory.release(load.slots)
@@ -274,6 +285,7 @@ class LoadManager:
         self._finished.append((load.transfer_id, load.result()))
 
     def check_deadlines(self, now: float) -> None:
+        """Fail loads without progress, and disconnect peers whose reads do not settle in time."""
         for load in self:
             self._check_deadline(load, now)
 
@@ -298,6 +310,10 @@ class LoadManager:
     # Messages of a producer's worker
 
     def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
+        """Apply a message from a producer's worker to the load that the message names.
+
+        A message for another load of the transfer, or from another peer, has no effect.
+        """
         if isinstance(message, side_channel.Pending):
             self._extend_deadlines(peer, message.transfer_ids, now)
             return

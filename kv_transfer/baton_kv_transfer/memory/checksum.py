@@ -38,7 +38,7 @@ WORD_BYTES = 8
 PERIOD = 8192
 _OUTER_OFFSET = 2**32
 
-#: A function (addresses [n], bytes of each run) -> word sums [n]; see `sum_runs`.
+#: A function (addresses [n], bytes of each run) -> word sums [n], like `sum_runs`.
 SumRuns = Callable[[NDArray[np.int64], int], NDArray[np.uint64]]
 
 
@@ -75,7 +75,7 @@ def bind(
     """Return the checksum for PUBLISH: a word sum bound to the load, the heads and the tokens.
 
     Args:
-        word_sum: see `sum_runs`.
+        word_sum: word sum of the block, from `sum_runs`.
         transfer_id: id of the transfer.
         generation: random number that the consumer chose for the load, 0 to 2^64 - 1.
         chain_hash: hash of the tokens of the block and of all blocks before it.

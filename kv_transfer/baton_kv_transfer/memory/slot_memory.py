@@ -59,7 +59,7 @@ class SlotMemory(abc.ABC):
 
     @abc.abstractmethod
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """Return the word sum of `heads` in each slot: [n]. See `checksum`.
+        """Return the word sum of `heads` in each slot: [n]. Module `checksum` has the formula.
 
         Args:
             slots: slots in use.

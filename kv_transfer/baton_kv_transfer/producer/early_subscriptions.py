@@ -122,6 +122,7 @@ class EarlySubscriptions:
                     refuse_subscription(self._send, session, one.message, why)
 
     def expire(self, now: float) -> None:
+        """Drop messages that have waited for a lease. Refuse their subscriptions."""
         if now < self.next_expiry:
             return
         for transfer_id, key, one in self._all():

@@ -224,7 +224,7 @@ class ProducerSide:
             self._transfers.record_written(subscriber, blocks)
 
     def _cut_off(self, session: Session, reason: str) -> None:
-        logger.warning("disconnecting the consumer %s: %s", session.instance_id, reason)
+        logger.warning("the consumer %s is disconnected: %s", session.instance_id, reason)
         self._transfers.drop_sessions(self._sessions.fail(session, reason))
 
     def _forget(self, identity: bytes, reason: str) -> None:

@@ -87,7 +87,7 @@ class SessionRegistry:
     def handle_hello(
         self, identity: bytes, hello: side_channel.Hello, now: float
     ) -> side_channel.Welcome | side_channel.Refused:
-        """Begin the handshake of a connection without a session. Return the answer."""
+        """Handle HELLO: begin a connection's handshake, and return WELCOME or REFUSED."""
         ours = (side_channel.VERSION, self._context.compatibility_hash, self._context.instance_id)
         theirs = (hello.version, hello.compatibility_hash, hello.peer_instance_id)
         names = (
@@ -116,7 +116,7 @@ class SessionRegistry:
     def handle_describe(
         self, identity: bytes, message: side_channel.Describe, now: float
     ) -> tuple[side_channel.Description | side_channel.Refused, list[Session]]:
-        """Complete the handshake of a connection.
+        """Handle DESCRIBE: complete the handshake of a connection.
 
         Returns:
             The answer, and the sessions of other connections that were removed.
@@ -175,9 +175,10 @@ class SessionRegistry:
         return self._fail([one for one in self._open.values() if one.agent_name], reason)
 
     def take_silent(self, now: float) -> list[bytes]:
-        """Drop handshakes that have timed out. Return the connections to probe, once per lease.
+        """Return the silent connections, which the caller must probe, once per lease.
 
-        The consumers of these connections have sent no message for the time of a lease.
+        Their consumers have sent no message for the time of a lease. Also drop handshakes that have
+        timed out.
         """
         if now < self._next_probe:
             return []

@@ -80,6 +80,7 @@ class TransferManager:
     # From the scheduler
 
     def offer(self, transfer_id: str, peer_instance_id: str) -> None:
+        """Add a transfer, and handle the messages of consumers that arrived before."""
         if transfer_id in self._transfers:
             logger.warning("transfer %s was offered twice; ignoring the second offer", transfer_id)
             return
@@ -135,6 +136,10 @@ class TransferManager:
     # From consumers
 
     def subscribe(self, session: Session, message: side_channel.Subscribe) -> None:
+        """Handle SUBSCRIBE: add a subscriber and send the blocks so far, or refuse.
+
+        A SUBSCRIBE that arrives before the offer is kept until the offer.
+        """
         transfer_id = message.transfer_id
         transfer = self._transfers.get(transfer_id)
         refusal = session.error or explain_invalid(
@@ -168,6 +173,7 @@ class TransferManager:
             )
 
     def release(self, session: Session, message: side_channel.Release) -> None:
+        """Handle RELEASE: end the subscriber's load. A RELEASE before the offer is kept."""
         if explain_invalid(self._memory.layout, session, message, self._stats):
             return
         transfer = self._transfers.get(message.transfer_id)

@@ -169,7 +169,10 @@ class TransportThread:
         return _Waiting(self._handoff.enter, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
-        """Call `handler` whenever the descriptor is readable. See also `watch_writable`."""
+        """Call `handler` each time the descriptor is readable.
+
+        `watch_writable` adds calls when the descriptor is writable.
+        """
         if fd >= 0:
             self._epoll.register(fd, select.EPOLLIN)
             self._handlers[fd] = select.EPOLLIN, handler
@@ -191,10 +194,11 @@ class TransportThread:
             self._epoll.unregister(fd)
 
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
+        """Call `command` in the thread after `delay_s`."""
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
 
     def take_jobs(self, owner: object) -> list[CopyJob]:
-        """Remove and return the copies of this owner."""
+        """Remove the copy jobs of `owner` from `jobs`, and return them."""
         taken = [job for job in self.jobs if job.owner is owner]
         for job in taken:
             self.jobs.remove(job)

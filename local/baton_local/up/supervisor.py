@@ -3,10 +3,10 @@
 The steps are:
 
 1. Link the demo model, or the model that the user names, into the state folder.
-2. Start the control plane, create the CRD, and start the operator.
-3. Start the kubelet and the proxy.
+2. Start the control plane, apply the CRD and the operator's roles, and start the operator.
+3. Start the node: controllers, kubelet and proxy.
 4. Apply the user's file, and wait until the service is Ready.
-5. Request one answer, and with --agent an answer that needs a tool.
+5. Request one streamed answer, and with --agent an answer that needs a tool.
 
 The process then supervises the cluster until Ctrl-C, SIGTERM or `baton down`.
 """

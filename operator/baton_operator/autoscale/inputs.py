@@ -52,7 +52,7 @@ def _operation(resolved: ResolvedService, group: ReportedGroup) -> str:
 
 
 def targets_of(resolved: ResolvedService, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
-    """Return the engines and gateways to scrape: those that are ready or draining."""
+    """Return the scrape targets: the engines and gateways that are ready or draining."""
     targets = []
     for pod in pods:
         role = pod["metadata"]["labels"].get(names.LABEL_ROLE)

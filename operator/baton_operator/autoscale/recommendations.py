@@ -88,8 +88,8 @@ def recommend_prefill(
       wait(m) is the wait of a request with m engines, from the model in `queueing`.
     - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
       a request will miss the TTFT target, the result is the number of engines that the load needs.
-    - Busy: ceil(n * busy / target), but at most n. An engine that is always busy but has no queue
-      needs no help.
+    - Busy: ceil(n * busy / target), but at most n. Busy engines without a queue need no more
+      engines.
     """
     offered = n * role.busy
 
@@ -166,9 +166,10 @@ def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
 
 
 def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
-    """Return how many prefill engines the load needs, as `recommend_prefill` defines it.
+    """Return how many prefill engines the load needs.
 
-    If no request was computed in the window, return 2 * n.
+    They keep up with the arrivals and drain the queue in DRAIN_S, while each engine computes for
+    `targets.busy` of the time. If no request was computed in the window, return 2 * n.
     """
     if role.requests_per_s == 0:
         return 2 * n

@@ -350,7 +350,7 @@ def _deletion_reason_outside_topology(
 
 
 def _is_rank_of_other_group(member: Member, expert_group: str) -> bool:
-    """Return whether the member is a rank of an expert group other than `expert_group`."""
+    """Return whether the member is a rank, and its expert group is not `expert_group`."""
     return member.expert_group not in ("", expert_group)
 
 

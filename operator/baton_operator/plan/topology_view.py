@@ -100,7 +100,7 @@ def topology_for_status(
 
     Args:
         topology: the coordinator's reply; None without a reply.
-        recorded: topology in the status, see `recorded_topology`.
+        recorded: topology in the status; None if the status has no valid topology.
         pods: names of the pods that exist.
         coordinator: address of the coordinator's Service.
     """

@@ -63,7 +63,7 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
             raise
         except Exception as error:
             why = f"kopf ended: {error!r}"
-        logger.warning("restarting the watches: %s", why)
+        logger.warning("the watches of kopf restart: %s", why)
         await asyncio.sleep(RESTART_S)
 
 

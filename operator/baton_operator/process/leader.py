@@ -144,7 +144,7 @@ class Elector:
                 await self._read()
                 if self._election.may_take() and await self._write():
                     logger.info(
-                        "acquired the Lease %s/%s as %s",
+                        "this operator holds the Lease %s/%s as %s",
                         self._namespace,
                         self._name,
                         self._election.identity,
@@ -155,7 +155,12 @@ class Elector:
             except (KubeError, OSError) as error:
                 state = f"it cannot be read or written: {error_text(error)}"
             if state != logged:
-                logger.info("waiting for the Lease %s/%s: %s", self._namespace, self._name, state)
+                logger.info(
+                    "this operator waits for the Lease %s/%s: %s",
+                    self._namespace,
+                    self._name,
+                    state,
+                )
                 logged = state
             await self._pause()
 

@@ -100,7 +100,7 @@ class Runtime:
             except (KubeError, OSError) as error:
                 state = f"the API server does not answer: {error}"
             if state != logged:
-                logger.warning("waiting for the CRD of LLMService: %s", state)
+                logger.warning("the operator waits for the CRD of LLMService: %s", state)
                 logged = state
             await asyncio.sleep(CRD_POLL_S)
 

@@ -91,7 +91,7 @@ def report(
 def _group_verdicts(
     groups: dict[names.Role, ReportedGroup], updating: Verdict, kv: Mapping[str, KVCompatibility]
 ) -> dict[str, Verdict]:
-    """Return the conditions PrefillReady, DecodeReady and GatewayReady by type."""
+    """Return the verdicts on PrefillReady, DecodeReady and GatewayReady, by condition type."""
     verdicts: dict[str, Verdict] = {}
     for role in ("prefill", "decode", "gateway"):
         unknown = Verdict("Unknown", Settled.NOT_OBSERVED, f"{role} pods were not observed yet")
@@ -109,7 +109,7 @@ def _group_verdicts(
 def _ready_verdict(
     ready: dict[str, Verdict], problem: Problem | None, updating: Verdict
 ) -> Verdict:
-    """Return the condition Ready.
+    """Return the verdict on the condition Ready.
 
     Ready is True if all conditions in `ready` are True and there is no problem. Otherwise Ready
     reports the problem, or else a failed condition, or else a condition that shows progress.
@@ -136,7 +136,7 @@ def _ready_verdict(
 def _available_verdict(
     groups: Mapping[names.Role, ReportedGroup], ready: Mapping[str, Verdict]
 ) -> Verdict:
-    """Return the condition Available: whether the service answers requests.
+    """Return the verdict on the condition Available: whether the service answers requests.
 
     Available is True if a gateway pod and a decode pod of any revision are ready. Prefill pods do
     not count, because decode pods compute the prompts without them. Otherwise Available repeats
@@ -152,7 +152,7 @@ def _available_verdict(
 
 
 def _kv_transfer_verdict(resolved: ResolvedService) -> Verdict | None:
-    """Return the condition KVTransferProtected, with status False; None if transfers are protected.
+    """Return the verdict on KVTransferProtected if it is False; None if transfers are protected.
 
     NetworkPolicies count as protection, because the API does not show whether the cluster enforces
     them.

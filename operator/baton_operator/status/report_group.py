@@ -210,7 +210,7 @@ def _is_rolled_out(deployment: Object) -> bool:
 
 
 def group_verdict(group: ReportedGroup) -> Verdict:
-    """Return the condition of a group.
+    """Return the verdict on the condition of a group.
 
     The condition is True if the desired number of pods serve and all of them have the newest
     revision.
@@ -293,7 +293,7 @@ def prefill_verdict(
     decode: ReportedGroup,
     kv: Mapping[str, KVCompatibility],
 ) -> Verdict:
-    """Return the condition PrefillReady.
+    """Return the verdict on the condition PrefillReady.
 
     PrefillReady is False if prefill and decode pods cannot exchange KV blocks. Requests then still
     succeed, but decode pods compute the prompts and prefill pods are idle. While a rollout makes

@@ -52,7 +52,7 @@ class _Fetched(msgspec.Struct):
 def model_verdict(
     model: Model, members: list[ReportedGroup], refusal: str, before: Object
 ) -> Verdict:
-    """Return the condition ModelAvailable.
+    """Return the verdict on the condition ModelAvailable.
 
     The condition describes only members of the newest revision, because other members may have
     another model.
@@ -99,7 +99,7 @@ def model_verdict(
 
 
 def _verdict_without_pods(model: Model, members: list[ReportedGroup]) -> Verdict:
-    """Return the condition ModelAvailable for groups without pods of the newest revision.
+    """Return the verdict on ModelAvailable for groups without pods of the newest revision.
 
     Call this function only if earlier pods had the model.
     """

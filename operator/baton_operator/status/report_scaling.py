@@ -17,7 +17,7 @@ _NO_MEASUREMENTS = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no mea
 
 
 def scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
-    """Return the condition Scaling of a service; None if nothing scales its groups.
+    """Return the verdict on the condition Scaling of a service; None if nothing scales its groups.
 
     Args:
         members: the prefill and decode groups.
@@ -30,7 +30,7 @@ def scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
 
 
 def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None) -> Verdict | None:
-    """Return the condition Scaling from both of its sources; None if there is neither.
+    """Return the verdict on Scaling from both of its sources; None if there is neither.
 
     While an expert-parallel group is not at rest, and if `sized` is empty, the condition is
     `of_topology`. Otherwise the condition describes the groups in `sized`.

@@ -40,7 +40,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def topology_verdict(topology: GroupTopology, desired: int) -> Verdict:
-    """Return the condition Scaling: True while the topology changes.
+    """Return the verdict on the condition Scaling: True while the topology changes.
 
     Unknown: the coordinator does not reply.
     """

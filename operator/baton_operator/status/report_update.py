@@ -47,7 +47,7 @@ class _Rollout(NamedTuple):
 def updating_verdict(
     spec: Spec, groups: Iterable[ReportedGroup], held_back: tuple[str, ...], now: datetime
 ) -> Verdict:
-    """Return the condition Updating.
+    """Return the verdict on the condition Updating.
 
     Args:
         held_back: fields of the spec whose edits wait until `spec.paused` is false.

@@ -47,7 +47,7 @@ def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") 
     Args:
         address: address of the store.
         timeout_s: timeout of this call, and of the client's methods.
-        secret: secret of the store, see `handshake`. Empty: the store has none.
+        secret: secret that the server and its clients must prove to have. Empty: there is none.
 
     Raises:
         TimeoutError: no store with this secret responded.

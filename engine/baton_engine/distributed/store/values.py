@@ -19,7 +19,7 @@ from baton_engine.distributed.store.wire import (
 )
 
 MAX_KEYS = 2**20
-#: Maximum size of all keys and values together, see `_size`.
+#: Maximum of the characters of all keys plus the bytes of all values.
 MAX_BYTES = 2**28
 #: Maximum number of keys in one request. Other clients wait while the store reads these keys.
 MAX_KEYS_AT_ONCE = 2**14
@@ -36,7 +36,7 @@ class Values:
         self._nbytes = 0
 
     def apply(self, request: Request) -> StoreReply:
-        """Apply a request other than Get, and return the answer.
+        """Apply any request but Get, and return the reply.
 
         Raises:
             ValueError: the request is refused, and no value has changed.

@@ -251,8 +251,8 @@ class Coordinator:
         ) as error:
             self.metrics.bad_messages.inc()
             self._bad_messages.warning(
-                "dropped a message that is not a valid status: %s; check that all ranks run the "
-                "coordinator's version",
+                "the coordinator dropped a message that is not a valid status: %s; check that all "
+                "ranks run the coordinator's version",
                 error,
             )
             return False
@@ -270,7 +270,9 @@ class Coordinator:
                 else "do not have this service's key"
             )
             self._refusals.warning(
-                "refused %s connections: the clients are not ranks, or %s", count, why
+                "the coordinator refused %s connections: the clients are not ranks, or %s",
+                count,
+                why,
             )
 
     def _send(self, instance_id: str, directive: Directive) -> None:
@@ -281,7 +283,7 @@ class Coordinator:
             )
         except zmq.Again:
             logger.warning(
-                "dropped a directive for the rank with instance id %s, because the rank does not "
-                "read its messages; its next status is answered with a new directive",
+                "the coordinator dropped a directive for the rank with instance id %s, because the "
+                "rank does not read its messages; its next status is answered with a new directive",
                 instance_id,
             )

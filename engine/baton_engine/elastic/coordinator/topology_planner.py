@@ -190,7 +190,7 @@ class TopologyPlanner:
         """Return the change to a generation of the survivors and new members.
 
         The survivors keep their order and get the lowest ranks. Unwanted and excluded survivors
-        leave, unless no member would be left.
+        leave. If all members would leave, all survivors stay.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}

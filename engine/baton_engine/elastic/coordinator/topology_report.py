@@ -22,7 +22,7 @@ def topology_status(
 
 
 def member_statuses(planner: TopologyPlanner, now: float) -> list[MemberStatus]:
-    """Return all registered instances, the members of the present generation first."""
+    """Return the statuses of all registered instances, first those of the present generation."""
     roster, present = planner.roster, planner.present
     ranks = (
         {}

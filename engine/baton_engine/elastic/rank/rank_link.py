@@ -122,9 +122,9 @@ class RankLink:
         self._thread.start()
 
     def publish(self, status: Status) -> None:
-        """Set the status to send. Send it at once if one of its decisive fields has changed.
+        """Set the status to send.
 
-        See `_decisive_fields`.
+        Send it at once if a field has changed that the coordinator needs for its decisions.
         """
         before, self._status = self._status, status
         if before is None or _decisive_fields(before) != _decisive_fields(status):
@@ -227,15 +227,15 @@ class RankLink:
                 message = decoder.decode(frames[-1])
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self._log.warning(
-                    "dropped a message of the coordinator or a rank that cannot be decoded: %s; "
-                    "check that the ranks and the coordinator run the same version",
+                    "this rank dropped a message of the coordinator or a rank that cannot be "
+                    "decoded: %s; check that the ranks and the coordinator run the same version",
                     error,
                 )
                 continue
             self._deliver(message)
 
     def _log_failed_handshakes(self) -> None:
-        """Log why the coordinator refused connections.
+        """Log why handshakes with the coordinator failed.
 
         No other log line explains why this rank stays STANDBY.
         """

@@ -203,10 +203,12 @@ def _bind(cpus: frozenset[int]) -> None:
     """Bind this thread, and all threads that it starts, to CPUs. Log a warning if that fails."""
     try:
         os.sched_setaffinity(0, cpus)
-        logger.info("bound to CPUs %s", sorted(cpus))
+        logger.info("this worker is bound to CPUs %s", sorted(cpus))
     except OSError as error:  # the container may have lost a CPU since the executor chose them
         logger.warning(
-            "cannot bind to CPUs %s (%s); the system chooses the CPUs", sorted(cpus), error
+            "this worker cannot be bound to CPUs %s (%s); the system chooses the CPUs",
+            sorted(cpus),
+            error,
         )
 
 

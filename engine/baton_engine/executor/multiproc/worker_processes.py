@@ -94,7 +94,7 @@ class WorkerProcesses:
         try:
             self._watch()
         except Exception as error:  # for example an answer that cannot be unpickled
-            logger.exception("cannot receive the workers' answers, so all workers are killed")
+            logger.exception("the workers' answers cannot be received, so all workers are killed")
             self.kill()
             for start in self._starts:
                 self._on_death(

@@ -41,7 +41,7 @@ class HubSource:
         self._endpoint = os.environ.get("HF_ENDPOINT") or None
 
     def listing(self) -> Listing:
-        """Return all files of the commit to which the revision points. See `Source.listing`."""
+        """Return all files of the commit to which the revision points."""
         with self._translated():
             info = HfApi(endpoint=self._endpoint).model_info(
                 self._model.repo,
@@ -66,7 +66,7 @@ class HubSource:
         return Listing(info.sha, tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of a file from `offset` on to `target`. See `Source.read`."""
+        """Append the bytes of a file from `offset` on to `target`."""
         with self._translated():
             http_get(
                 hf_hub_url(self._model.repo, file.name, revision=revision, endpoint=self._endpoint),

@@ -83,7 +83,7 @@ class ObjectStoreSource:
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
-        """Return the objects directly below the prefix and POOLING_FILE. See `Source.listing`.
+        """Return the objects directly below the prefix and POOLING_FILE.
 
         The revision is a hash of the names, sizes and ETags.
         """
@@ -107,7 +107,7 @@ class ObjectStoreSource:
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of an object from `offset` on to `target`. See `Source.read`."""
+        """Append the bytes of an object from `offset` on to `target`."""
         if offset >= file.size:
             return
         path = f"{self._model.prefix}/{file.name}"

@@ -31,7 +31,7 @@ class ExpertSteps:
             wave_tokens: number of tokens of each rank in this step.
 
         Raises:
-            GroupBrokenError: an expert group broke; see `check_expert_groups`.
+            GroupBrokenError: the expert group of a tensor rank broke.
         """
         context = dummy_steps.no_batch(kv_cache, self._device)
         context.wave_tokens = wave_tokens

@@ -34,7 +34,7 @@ class Expert(NamedTuple):
 
 
 class ExpertForm(enum.Enum):
-    """Storage format of the weights of experts; see `baton_kernels.linear`."""
+    """Storage format of the weights of experts: plain, packed or quantized."""
 
     PLAIN = enum.auto()
     PACKED = enum.auto()

@@ -125,7 +125,7 @@ class Generations:
         retired, self._current, self._prepared = self._current, prepared, None
         self._give_layers(prepared.shards)
         logger.info(
-            "serving in generation %d (ranks and expert placement) as rank %d",
+            "this worker serves in generation %d (ranks and expert placement) as rank %d",
             prepared.generation.number,
             prepared.rank,
         )

@@ -4,8 +4,8 @@ By default, glibc's malloc may return the memory of a step's tensors to the syst
 writes of the next step cause page faults: about 10,000 for a prompt of 960 tokens.
 
 `keep_freed_memory` makes malloc keep blocks of up to 32 MiB. The C++ operations keep larger results
-(kernels/baton_kernels/cpu/source/tensor_memory.h). The available memory limits both. With a C
-library other than glibc, only the results of the C++ operations are controlled.
+(kernels/baton_kernels/cpu/source/tensor_memory.h). The available memory limits both. Without
+glibc, only the results of the C++ operations are controlled.
 """
 
 from __future__ import annotations

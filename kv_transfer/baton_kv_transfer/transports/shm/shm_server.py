@@ -85,7 +85,7 @@ def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def get_location() -> tuple[str, int, int]:
-    """Return the boot id, pid namespace and network namespace of this process."""
+    """Return the location of this process: boot id, pid namespace and network namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 

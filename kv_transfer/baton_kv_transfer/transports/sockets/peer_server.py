@@ -88,7 +88,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     @abc.abstractmethod
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
-        """Check the first message of a client, and return the client's name.
+        """Check HELLO, the first message of a client, and return the client's name.
 
         Raises:
             ConnectionError: the message does not prove that the client has this agent's metadata.
@@ -165,7 +165,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
             self._drop(client, str(error))
         except Exception as error:  # caused by this client's bytes; other clients must continue
             logger.exception(
-                "disconnecting the agent %s, because its request caused an error here", client.name
+                "agent %s is disconnected, because its request caused an error here", client.name
             )
             self._drop(client, repr(error))
 

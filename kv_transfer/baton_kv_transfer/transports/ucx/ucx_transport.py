@@ -241,7 +241,7 @@ class UCXTransport(Transport):
             message = messages.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             logger.info(
-                "ignoring a malformed message of %d bytes that arrived over UCX: %s",
+                "a malformed message of %d bytes that arrived over UCX is ignored: %s",
                 len(content),
                 error,
             )
@@ -262,7 +262,7 @@ class UCXTransport(Transport):
 
     def _handle_hello(self, hello: UCXHello) -> None:
         if not hmac.compare_digest(hello.secret, self._secret):
-            logger.info("ignoring a connection over UCX from a client without this agent's secret")
+            logger.info("a UCX connection from a client without this agent's secret is ignored")
             return
         connection = self._by_address.get(hello.address)
         if connection is not None and connection.peer_session not in (None, hello.session):
@@ -273,7 +273,7 @@ class UCXTransport(Transport):
             try:
                 connection = self._open(hello.address)
             except UCXError as error:
-                logger.info("cannot connect to %s, which sent HELLO: %s", hello.name, error)
+                logger.info("agent %s sent HELLO, and cannot be reached: %s", hello.name, error)
                 return
         connection.peer_session, connection.peer_name = hello.session, hello.name
         self._by_session[hello.session] = connection
@@ -469,6 +469,8 @@ class UCXTransport(Transport):
                 if time.monotonic() > deadline or self._thread.commands.closed:
                     raise
                 logger.warning(
-                    "cannot create a UCX worker, retrying for %g s: %s", NETWORK_TIMEOUT_S, error
+                    "a UCX worker cannot be created, retrying for %g s: %s",
+                    NETWORK_TIMEOUT_S,
+                    error,
                 )
                 time.sleep(RETRY_S)

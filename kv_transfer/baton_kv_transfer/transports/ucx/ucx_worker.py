@@ -111,10 +111,10 @@ def find_devices(host: str) -> str:
 
 
 def _find_interface(host: str) -> str:
-    """Return the network device of an address.
+    """Return the name of the network interface that has an address.
 
     Raises:
-        OSError: no device has this address.
+        OSError: no interface has this address.
     """
     wanted = ipaddress.ip_address(host)
     if wanted.is_loopback:
@@ -354,7 +354,7 @@ class UCXWorker:
         return not self._ended and bool(self._worker.arm())
 
     def query_lanes(self, endpoint: Any) -> str:
-        """Return the transports and devices of an endpoint, such as `tcp/lo`, separated by commas.
+        """Return the UCX lanes of an endpoint, as TRANSPORT/DEVICE separated by commas.
 
         The result is `unknown` if the query fails.
         """

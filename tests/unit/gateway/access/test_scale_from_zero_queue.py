@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from baton_gateway import errors
 from baton_gateway.access import scale_from_zero_queue
 from baton_gateway.routing.file_discovery import FileDiscovery
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
@@ -59,7 +60,7 @@ async def test_the_number_of_held_requests_is_limited(make_rig: MakeRig) -> None
     await until(lambda: rig.metric(HELD) == 2, "two requests held")
     status, body, headers = await rig.post("/v1/completions", BODY)
     assert (status, body["error"]["code"]) == (503, "no_ready_engine")
-    assert int(headers["Retry-After"]) == scale_from_zero_queue.RETRY_AFTER_S
+    assert int(headers["Retry-After"]) == errors.NO_ENGINE_RETRY_AFTER_S
     rig.announce(engine)
     assert await asyncio.gather(*requests) == [TEXT, TEXT]
 
@@ -176,7 +177,7 @@ async def test_a_service_scaled_to_zero_by_hand_refuses_at_once(
     status, body, headers = await rig.post("/v1/completions", {**BODY, "stream": streamed})
     assert (status, body["error"]["code"]) == (503, "no_ready_engine")
     assert "scaled to zero" in body["error"]["message"]
-    assert int(headers["Retry-After"]) == scale_from_zero_queue.SCALED_TO_ZERO_RETRY_AFTER_S
+    assert int(headers["Retry-After"]) == errors.SCALED_TO_ZERO_RETRY_AFTER_S
 
 
 @pytest.mark.usefixtures("scaled_to_zero_by_hand")

@@ -182,7 +182,7 @@ def test_a_leader_that_was_stopped_writes_nothing_when_it_resumes(pair: Pair) ->
     assert pair.leader.process.wait(60) == 1, pair.leader.log.read_text()[-2000:]
     assert pair.leader.writes_since(resumed) == []
     last = json.loads(pair.leader.log.read_text().splitlines()[-1])
-    assert last["message"].startswith("exiting with code 1: "), last
+    assert last["message"].startswith("the operator exits with code 1: "), last
     assert pair.standby.leads()
 
 

@@ -106,7 +106,7 @@ def plan_placement(
 def count_moves(
     previous: tuple[Placement, Sequence[str]], following: tuple[Placement, Sequence[str]]
 ) -> int:
-    """Return how many experts the ranks of `following` must receive, over all layers.
+    """Return the number of moves: experts that ranks of `following` receive, over all layers.
 
     A rank must receive the experts that it does not hold in `previous`.
 

@@ -115,7 +115,9 @@ async def test_a_second_sigterm_does_not_wait_for_running_requests(start) -> Non
         stream = client.add(request("r", [1, 2], 250))
         await anext(stream)
         engine.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "shutting down" in engine.text, "the first signal in the log", engine)
+        wait_for(
+            lambda: "the engine shuts down" in engine.text, "the first signal in the log", engine
+        )
         started = time.monotonic()
         engine.process.send_signal(signal.SIGTERM)
         last = (await collect(stream))[-1]
