@@ -1,6 +1,9 @@
 """UtilityMethods: the methods of EngineCore that clients and the admin HTTP port call by name.
 
 `server/utility_calls.py` lists the names and checks the arguments.
+
+The methods are a base class, because a separate object would still call the core's steps and
+scheduler, and `DPEngineCore` would need a second subclass.
 """
 
 from __future__ import annotations

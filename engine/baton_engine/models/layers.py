@@ -20,6 +20,7 @@ from torch.nn.functional import embedding
 
 from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.pooling_config import PoolingConfig
 from baton_engine.models.checkpoint.sharding import (
     ALONE,
     Part,
@@ -323,37 +324,35 @@ class CausalLM(Model):
     """Base class of decoders: embedding, decoder layers, final norm and output projection.
 
     Architectures implement `make_layer`. A pipeline stage has consecutive layers. The first stage
-    also has the embedding. The last stage also has the final norm and the output projection. A
-    pooling model has no output projection, unless its scores are logits of tokens.
+    also has the embedding. The last stage also has the final norm and an output layer: the output
+    projection (`head`), or the classifier of a pooling model (`score`). A model that computes
+    embeddings has no output layer.
     """
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
         super().__init__(config, parallel)
-        group, pooling = parallel.tensor, config.pooling
         own = shard(config, parallel)
         self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
         self.rotary_embedding = RotaryEmbedding(config)
         self.layers = nn.ModuleList(
-            self.make_layer(config, layer, group) for layer in self.layer_ids
+            self.make_layer(config, layer, parallel.tensor) for layer in self.layer_ids
         )
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             layer.self_attn.cache_layer = index
-        last = parallel.is_last_stage
-        tied = config.tie_word_embeddings
-        has_head = last and (pooling is None or bool(pooling.label_token_ids))
-        vocabulary = (config.vocab_size, config.hidden_size, group)
+        last, tied = parallel.is_last_stage, config.tie_word_embeddings
+        self._has_head = last and _has_token_logits(config.pooling)
+        vocabulary = (config.vocab_size, config.hidden_size, parallel.tensor)
         self.embed_tokens = (
             VocabParallelEmbedding(*vocabulary)
-            if parallel.is_first_stage or (has_head and tied)
+            if parallel.is_first_stage or (self._has_head and tied)
             else None
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
-        self.lm_head = VocabParallelEmbedding(*vocabulary) if has_head and not tied else None
-        self._has_head = has_head
+        self.lm_head = VocabParallelEmbedding(*vocabulary) if self._has_head and not tied else None
         self.score = (
             Classifier(config.hidden_size, config.num_labels)
-            if last and pooling is not None and pooling.task is Task.CLASSIFY and not has_head
+            if last and _has_label_logits(config.pooling)
             else None
         )
 
@@ -420,3 +419,13 @@ class CausalLM(Model):
 
     def ignored_weights(self) -> list[str]:
         return ["lm_head.weight"] if self.lm_head is None else []
+
+
+def _has_token_logits(pooling: PoolingConfig | None) -> bool:
+    """Return whether a model generates, or its scores are logits of tokens."""
+    return pooling is None or bool(pooling.label_token_ids)
+
+
+def _has_label_logits(pooling: PoolingConfig | None) -> bool:
+    """Return whether a model is a classifier with an output layer of its own."""
+    return pooling is not None and pooling.task is Task.CLASSIFY and not pooling.label_token_ids

@@ -10,6 +10,7 @@ forward_runner.py    a forward by captured graph, by compiled pieces or layer by
 compilation_plan.py  which of these ways a configuration selects
 input_batch.py       the persistent batch and the tensors of a step
 sampled_tokens.py    the sampled tokens of a step, which may still be on their way to the host
+pipeline_stage.py    exchange of hidden states and routed experts with adjacent stages
 static_inputs.py     buffers at fixed addresses for captured graphs
 dummy_steps.py       steps without requests, for warm-up and memory profiling
 optional_outputs.py  prompt log-probabilities and routed experts of a step

@@ -22,7 +22,6 @@ from baton_engine.executor.step import (
     PendingOutput,
     SchedulerOutput,
 )
-from baton_engine.models.layers import Model
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.devices import to_device
 from baton_engine.worker.forward_runner import ForwardRunner
@@ -33,6 +32,7 @@ from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.model_spec import ModelSpec
 from baton_engine.worker.optional_outputs import prompt_logprobs_of, routed_experts_of
+from baton_engine.worker.pipeline_stage import PipelineStage
 from baton_engine.worker.pooler import Pooler
 from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.sampling.logprobs import count_nans
@@ -40,9 +40,21 @@ from baton_engine.worker.sampling.sampler import fallback_token, report_logprobs
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
+from baton_protocol.engine_messages import TokenLogprobs
 from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _SamplingRows:
+    """The requests of a step whose last known token ran. At least one."""
+
+    request_ids: list[str]
+    #: Rows of the requests in the input batch.
+    rows: Int64Array
+    #: [len(request_ids), vocab_size].
+    logits: Tensor
 
 
 @dataclass(slots=True)
@@ -52,12 +64,9 @@ class _StepInFlight:
     scheduled: ScheduledRows
     #: [num_tokens, hidden_size].
     hidden: Tensor
-    #: Requests whose last known token ran.
-    sampling_ids: list[str]
-    sampling_rows: Int64Array
-    #: [len(sampling_ids), vocab_size]; None if no request samples.
-    logits: Tensor | None
     routed_experts: list[Tensor] | None
+    #: None if no request samples, and in a pooling model.
+    sampling: _SamplingRows | None
 
 
 class ModelRunner:
@@ -84,6 +93,7 @@ class ModelRunner:
         self.device = self.spec.device
         self.loaded = LoadedModel(self.spec)
         self.kv: KVMemory | None = None
+        self._stage = PipelineStage(self.spec)
         self._input_batch: InputBatch
         #: Set if the model pools prompts.
         self._pooler: Pooler | None = None
@@ -194,42 +204,28 @@ class ModelRunner:
                 another set of ranks is committed.
         """
         forward_runner, kv = self._ready()
-        batch, pipeline = self._input_batch, self.parallel.pipeline
-        expert_steps = self.loaded.expert_steps
         self._in_flight = None
-        batch.remove(step.finished_request_ids)
-        if self._pooler is not None:
-            self._pooler.forget(step.finished_request_ids)
-        kv.move_blocks(step)
-        for new in step.new_requests:
-            batch.add(new)
-        batch.update(step.cached_requests)
+        self._apply_changes(step, kv)
         if not step.num_scheduled_tokens:
-            if step.wave_tokens and expert_steps is not None:
-                expert_steps.run_dummy_batch(kv.cache, step.wave_tokens)
+            self._run_dummy_batch(step, kv)
             return
-        if expert_steps is not None:
-            expert_steps.check_has_experts()
-        scheduled = batch.schedule(step.num_scheduled_tokens)
-        forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
-        wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
-        received = (
-            None if self.parallel.is_first_stage else self._receive_hidden(scheduled.num_tokens)
-        )
-        experts = self._receive_routed_experts(scheduled.num_tokens) if wants_experts else None
-        forward.context.routed_experts = experts
-        forward.context.wave_tokens = step.wave_tokens
-        if expert_steps is None:
+        scheduled = self._input_batch.schedule(step.num_scheduled_tokens)
+        forward = self._input_batch.make_forward_batch(scheduled, kv.cache, self.device)
+        received = self._stage.receive_hidden(scheduled.num_tokens)
+        routed_experts = self._receive_routed_experts(scheduled)
+        forward.context.routed_experts = routed_experts
+        if self.loaded.expert_steps is not None:
+            hidden = self.loaded.expert_steps.run(
+                forward_runner, forward, received, step.wave_tokens
+            )
+        else:
             forward.context.kv_written = kv_written
-        hidden = forward_runner.run(forward, received)
-        if expert_steps is not None:
-            expert_steps.check_expert_groups(forward.context)
+            hidden = forward_runner.run(forward, received)
         if not self.parallel.is_last_stage:
-            pipeline.send(hidden, pipeline.rank + 1)
-            if experts:
-                pipeline.send(torch.stack(experts).int(), pipeline.rank + 1)
+            self._stage.send(hidden, routed_experts)
             return
-        self._in_flight = self._prepare_sampling(forward_runner.model, scheduled, hidden, experts)
+        sampling = self._compute_logits(scheduled, hidden) if self._pooler is None else None
+        self._in_flight = _StepInFlight(scheduled, hidden, routed_experts, sampling)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
@@ -244,50 +240,25 @@ class ModelRunner:
         unless the step has a grammar. The caller can then prepare the next step while the GPU still
         runs this step.
         """
-        output = ModelRunnerOutput()
-        if self._in_flight is None:
-            return output
         step, self._in_flight = self._in_flight, None
-        batch = self._input_batch
+        if step is None:
+            return ModelRunnerOutput()
         if self._pooler is not None:
-            classify = self.loaded.model.classify
-            output.pooler_output = self._pooler.pool(step.hidden, step.scheduled, batch, classify)
+            return self._pool(step, self._pooler)
+        output = self._optional_outputs(step)
+        if (sampling := step.sampling) is None:
             return output
-        if step.routed_experts is not None:
-            output.routed_experts = routed_experts_of(step.routed_experts, step.scheduled, batch)
-        if batch.wants_prompt_logprobs[step.scheduled.rows].any():
-            compute_logits = self.loaded.model.compute_logits
-            vocab_size = self.spec.model_config.vocab_size
-            output.prompt_logprobs = prompt_logprobs_of(
-                step.hidden, step.scheduled, batch, compute_logits, vocab_size
-            )
-        if step.logits is None:
-            return output
-        if self.config.observability.count_nans_in_logits:
-            output.num_nans_in_logits = dict(
-                zip(step.sampling_ids, count_nans(step.logits), strict=True)
-            )
-        eos_token_ids = self.spec.model_config.eos_token_ids
-        if grammar is None and batch.is_plain[step.sampling_rows].all():
-            best = greedy(step.logits, self._fallback_token)
+        batch = self._input_batch
+        if grammar is None and batch.is_plain[sampling.rows].all():
+            best = greedy(sampling.logits, self._fallback_token)
             tokens = SampledTokens(best.token_ids, best.is_impossible)
         else:
-            bitmask = None if grammar is None else self._expand_bitmask(grammar, step.sampling_ids)
-            inputs = batch.sampling_inputs(step.sampling_rows)
-            sampled = sample(step.logits, inputs, eos_token_ids, bitmask)
-            tokens = SampledTokens(sampled.token_ids, sampled.is_impossible)
-            if batch.wants_logprobs[step.sampling_rows].any():
-                logprobs = report_logprobs(step.logits, sampled, inputs, eos_token_ids)
-                output.logprobs = {
-                    request_id: reported
-                    for request_id, reported in zip(step.sampling_ids, logprobs, strict=True)
-                    if reported is not None
-                }
+            tokens, output.logprobs = self._sample(sampling, grammar)
         if self._defers_tokens and grammar is None and output == ModelRunnerOutput():
-            batch.append_pending(step.sampling_rows, tokens)
-            return PendingOutput(partial(_tokens_by_request, step.sampling_ids, tokens))
-        batch.append_tokens(step.sampling_rows, tokens.wait())
-        output.sampled_token_ids = _tokens_by_request(step.sampling_ids, tokens)
+            batch.append_pending(sampling.rows, tokens)
+            return PendingOutput(partial(_tokens_by_request, sampling.request_ids, tokens))
+        batch.append_tokens(sampling.rows, tokens.wait())
+        output.sampled_token_ids = _tokens_by_request(sampling.request_ids, tokens)
         return output
 
     def finish_steps(self) -> None:
@@ -306,53 +277,83 @@ class ModelRunner:
             )
         return self.loaded.forward, self.kv
 
-    def _receive_hidden(self, num_tokens: int) -> Tensor:
-        buffer = torch.empty(
-            (num_tokens, self.spec.model_config.hidden_size),
-            dtype=self.spec.dtype,
-            device=self.device,
-        )
-        return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
+    # Parts of `execute_model`
 
-    def _receive_routed_experts(self, num_tokens: int) -> list[Tensor]:
-        """Receive the ids of the experts that the sparse layers of earlier stages chose.
-
-        Returns:
-            One tensor per sparse layer. The sparse layers of this stage append to this list.
-        """
-        model, first_layer = self.spec.model_config, self.spec.shard.first_layer
-        earlier = sum(layer < first_layer for layer in model.sparse_layers)
-        if not earlier:
-            return []
-        shape = (earlier, num_tokens, model.num_experts_per_tok)
-        buffer = torch.empty(shape, dtype=torch.int32, device=self.device)
-        return list(self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1))
-
-    def _prepare_sampling(
-        self,
-        model: Model,
-        scheduled: ScheduledRows,
-        hidden: Tensor,
-        routed_experts: list[Tensor] | None,
-    ) -> _StepInFlight:
-        """Compute the logits of the requests that sample. Return the state for `sample_tokens`."""
+    def _apply_changes(self, step: SchedulerOutput, kv: KVMemory) -> None:
+        """Move KV blocks, and remove, add and update requests."""
+        self._input_batch.remove(step.finished_request_ids)
         if self._pooler is not None:
-            return _StepInFlight(scheduled, hidden, [], scheduled.rows[:0], None, None)
-        sampling = self._input_batch.reaches_last_token(scheduled)
-        logits: Tensor | None = None
-        if scheduled.one_token_each and sampling.all():
-            ids, rows = scheduled.request_ids, scheduled.rows
-            logits = model.compute_logits(hidden)
-        else:
-            indices = np.flatnonzero(sampling)
-            ids, rows = (
-                [scheduled.request_ids[index] for index in indices.tolist()],
-                scheduled.rows[indices],
+            self._pooler.forget(step.finished_request_ids)
+        kv.move_blocks(step)
+        for new in step.new_requests:
+            self._input_batch.add(new)
+        self._input_batch.update(step.cached_requests)
+
+    def _run_dummy_batch(self, step: SchedulerOutput, kv: KVMemory) -> None:
+        """Run the experts of this rank if other ranks have tokens in this step."""
+        if step.wave_tokens and self.loaded.expert_steps is not None:
+            self.loaded.expert_steps.run_dummy_batch(kv.cache, step.wave_tokens)
+
+    def _receive_routed_experts(self, scheduled: ScheduledRows) -> list[Tensor] | None:
+        """Return the routed experts of earlier stages. None: no request asks for routed experts."""
+        if not self._input_batch.wants_routed_experts[scheduled.rows].any():
+            return None
+        return self._stage.receive_routed_experts(scheduled.num_tokens)
+
+    def _compute_logits(self, scheduled: ScheduledRows, hidden: Tensor) -> _SamplingRows | None:
+        """Return the requests that sample, with their logits. None: no request samples."""
+        compute_logits = self.loaded.model.compute_logits
+        samples = self._input_batch.reaches_last_token(scheduled)
+        if scheduled.one_token_each and samples.all():
+            return _SamplingRows(scheduled.request_ids, scheduled.rows, compute_logits(hidden))
+        indices = np.flatnonzero(samples)
+        if not len(indices):
+            return None
+        request_ids = [scheduled.request_ids[index] for index in indices.tolist()]
+        last_tokens = to_device(scheduled.first_tokens[indices + 1] - 1, self.device)
+        logits = compute_logits(hidden[last_tokens])
+        return _SamplingRows(request_ids, scheduled.rows[indices], logits)
+
+    # Parts of `sample_tokens`
+
+    def _pool(self, step: _StepInFlight, pooler: Pooler) -> ModelRunnerOutput:
+        classify = self.loaded.model.classify
+        vectors = pooler.pool(step.hidden, step.scheduled, self._input_batch, classify)
+        return ModelRunnerOutput(pooler_output=vectors)
+
+    def _optional_outputs(self, step: _StepInFlight) -> ModelRunnerOutput:
+        """Return the requested outputs that do not depend on the sampled tokens."""
+        output, batch, sampling = ModelRunnerOutput(), self._input_batch, step.sampling
+        if step.routed_experts is not None:
+            output.routed_experts = routed_experts_of(step.routed_experts, step.scheduled, batch)
+        if batch.wants_prompt_logprobs[step.scheduled.rows].any():
+            compute_logits = self.loaded.model.compute_logits
+            vocab_size = self.spec.model_config.vocab_size
+            output.prompt_logprobs = prompt_logprobs_of(
+                step.hidden, step.scheduled, batch, compute_logits, vocab_size
             )
-            last_tokens = scheduled.first_tokens[indices + 1] - 1
-            if ids:
-                logits = model.compute_logits(hidden[to_device(last_tokens, self.device)])
-        return _StepInFlight(scheduled, hidden, ids, rows, logits, routed_experts)
+        if sampling is not None and self.config.observability.count_nans_in_logits:
+            counts = count_nans(sampling.logits)
+            output.num_nans_in_logits = dict(zip(sampling.request_ids, counts, strict=True))
+        return output
+
+    def _sample(
+        self, sampling: _SamplingRows, grammar: GrammarOutput | None
+    ) -> tuple[SampledTokens, dict[str, TokenLogprobs]]:
+        """Sample with all parameters. Return the tokens, and logprobs by request id."""
+        eos_token_ids = self.spec.model_config.eos_token_ids
+        bitmask = None if grammar is None else self._expand_bitmask(grammar, sampling.request_ids)
+        inputs = self._input_batch.sampling_inputs(sampling.rows)
+        sampled = sample(sampling.logits, inputs, eos_token_ids, bitmask)
+        tokens = SampledTokens(sampled.token_ids, sampled.is_impossible)
+        if not self._input_batch.wants_logprobs[sampling.rows].any():
+            return tokens, {}
+        logprobs = report_logprobs(sampling.logits, sampled, inputs, eos_token_ids)
+        return tokens, {
+            request_id: reported
+            for request_id, reported in zip(sampling.request_ids, logprobs, strict=True)
+            if reported is not None
+        }
 
     def _expand_bitmask(self, grammar: GrammarOutput, sampling_ids: list[str]) -> Tensor:
         """Return a bitmask with a row for each sampling request: int32 [len(sampling_ids), words].

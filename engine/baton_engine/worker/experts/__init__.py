@@ -8,5 +8,5 @@ preparation.py      the state of a generation that is being prepared
 generations.py      the current generation, and the next generation that is being prepared
 expert_exchange.py  sends experts between ranks
 expert_weights.py   weights of single experts: in memory, in the checkpoint, as messages
-expert_steps.py     dummy batches and broken expert groups
+expert_steps.py     steps with tokens, dummy batches, and broken expert groups
 """

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.models.forward_context import ForwardContext, forward_context
+from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
 from baton_engine.models.layers import Model
 from baton_engine.worker import dummy_steps
+from baton_engine.worker.forward_runner import ForwardRunner
 
 
 class ExpertSteps:
-    """Runs dummy batches, and detects expert groups in which an exchange failed.
+    """Runs steps and dummy batches, and detects expert groups in which an exchange failed.
 
     In a dummy batch, a rank without tokens runs its experts on the tokens of other ranks.
     """
@@ -22,6 +23,33 @@ class ExpertSteps:
         self._model = model
         self._tensor_group = tensor_group
         self._device = device
+
+    def run(
+        self,
+        forward_runner: ForwardRunner,
+        batch: ForwardBatch,
+        received: Tensor | None,
+        wave_tokens: tuple[int, ...],
+    ) -> Tensor:
+        """Run the forward of a step in which this rank has tokens.
+
+        Args:
+            forward_runner: runs the model.
+            batch: the step's tokens.
+            received: output of the previous pipeline stage. None on the first stage.
+            wave_tokens: number of tokens of each rank in this step. Empty: this rank runs alone.
+
+        Raises:
+            RuntimeError: the sparse layers have no experts, because no generation (ranks and expert
+                placement) has been committed.
+            GroupBrokenError: an expert group broke; see `_check_expert_groups`.
+        """
+        if self._model.sparse_layers[0][1].shard is None:
+            raise RuntimeError("a step has tokens, but no generation has been committed")
+        batch.context.wave_tokens = wave_tokens
+        hidden = forward_runner.run(batch, received)
+        self._check_expert_groups(batch.context)
+        return hidden
 
     def run_dummy_batch(self, kv_cache: Tensor, wave_tokens: tuple[int, ...]) -> None:
         """Run the sparse layers with a dummy batch, in a step where only other ranks have tokens.
@@ -37,18 +65,9 @@ class ExpertSteps:
         context.wave_tokens = wave_tokens
         with forward_context(context):
             self._model.run_dummy_batch()
-        self.check_expert_groups(context)
+        self._check_expert_groups(context)
 
-    def check_has_experts(self) -> None:
-        """Check that the sparse layers have experts, which they get when a placement is committed.
-
-        Raises:
-            RuntimeError: no generation (ranks and expert placement) has been committed.
-        """
-        if self._model.sparse_layers[0][1].shard is None:
-            raise RuntimeError("a step has tokens, but no generation has been committed")
-
-    def check_expert_groups(self, context: ForwardContext) -> None:
+    def _check_expert_groups(self, context: ForwardContext) -> None:
         """Check after a forward that no expert group broke. Collective among tensor ranks.
 
         Each tensor rank belongs to a different expert group.
