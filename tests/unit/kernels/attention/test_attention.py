@@ -38,14 +38,14 @@ def test_cpu_attention_matches_the_formula(
     assert_attends(paged_attention(*case.arguments()), case)
 
 
-def test_cpu_attention_in_bfloat16() -> None:
+def test_cpu_attention_matches_the_formula_in_bfloat16() -> None:
     case = paged_case(MIXED, 8, 2, 32, dtype=torch.bfloat16)
     assert_attends(paged_attention(*case.arguments()), case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (100, None), (None, 5.0)])
-def test_cpu_attention_of_long_prompts_in_bfloat16(
+def test_long_prompts_in_bfloat16_match_the_formula(
     head_dim: int, window: int | None, soft_cap: float | None
 ) -> None:
     """Prompts span many tiles, and the first tiles have no key inside a window."""
@@ -59,7 +59,7 @@ def test_cpu_attention_of_long_prompts_in_bfloat16(
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_cpu_attention_with_shared_blocks(block_size: int) -> None:
+def test_sequences_that_share_a_block_match_the_formula(block_size: int) -> None:
     case = paged_case(MIXED, 4, 2, 16, block_size=block_size, share_first_block=True)
     # Only a full block can be shared.
     assert case.seq_lens[0] >= block_size
@@ -80,7 +80,7 @@ def test_a_window_longer_than_the_sequences_changes_nothing() -> None:
     torch.testing.assert_close(paged_attention(*case.arguments()), expected, atol=0, rtol=0)
 
 
-def test_cpu_attention_of_many_decodes_of_different_lengths() -> None:
+def test_many_decodes_of_different_lengths_match_the_formula() -> None:
     """Several groups, with sequences without queries between them."""
     lengths = [(0, 3) if index % 7 == 3 else (1, 1 + 37 * index % 331) for index in range(60)]
     case = paged_case(lengths, 6, 2, 64)
@@ -102,7 +102,7 @@ def test_cpu_attention_is_precise_in_float32() -> None:
     torch.testing.assert_close(paged_attention(*case.arguments()), expected, atol=1e-5, rtol=0)
 
 
-def test_cpu_attention_of_other_cache_layouts() -> None:
+def test_other_cache_layouts_match_the_formula() -> None:
     """Keys and values in separate tensors, and heads before blocks."""
     case = paged_case(MIXED, 4, 2, 16)
     case.key_cache = case.key_cache.transpose(0, 1).contiguous().transpose(0, 1)

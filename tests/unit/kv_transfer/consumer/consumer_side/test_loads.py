@@ -9,7 +9,6 @@ import pytest
 
 from baton_kv_transfer.connector import FailureReason, LoadResult
 from baton_kv_transfer.memory.layout import HeadRange
-from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.side_channel import Heartbeat, Pending, Publish, Release, Released, Subscribe
 from support.kv_transfer.consumer_rig import (
     BLOCK_NBYTES,
@@ -36,58 +35,12 @@ def test_blocks_are_read_as_they_are_published(rig: Rig, worker: Worker) -> None
     assert (rig.stats.bytes_received, rig.stats.transfers_completed) == (3 * BLOCK_NBYTES, 1)
 
 
-def test_blocks_of_one_transfer_are_verified_in_one_call(
-    made: Callable[[Any], Any], worker: Worker
-) -> None:
-    class Counting(HostMemory):
-        calls: list[int] = []  # noqa: RUF012
-
-        def block_sums(self, slots: Any, heads: HeadRange) -> Any:
-            self.calls.append(len(slots))
-            return super().block_sums(slots, heads)
-
-    rig = made(Rig(memory=lambda blocks, layout: Counting(blocks.ctypes.data, layout)))
-    subscribe = rig.subscribed("t", worker, range(8))
-    rig.deliver(worker, worker.published(subscribe, range(8), last=True))
-    assert rig.results == {"t": LoadResult(8)}
-    assert Counting.calls == [8]
-    assert rig.stats.descriptors_posted == 1, "adjacent blocks were not merged"
-
-
 def test_only_the_requested_blocks_are_read(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [4, 5], first=2)
     assert subscribe.first_block_index == 2
     rig.deliver(worker, worker.published(subscribe, range(6), last=True))
     assert rig.results == {"t": LoadResult(2)}
     assert rig.stats.blocks_received == 2
-
-
-def test_a_block_with_a_wrong_checksum_is_read_again(rig: Rig, worker: Worker) -> None:
-    subscribe = rig.subscribed("t", worker, [1, 2])
-    publish = worker.published(subscribe, [0, 1], last=True)
-    slot = publish.blocks[1].slot
-    worker.blocks[slot, 5] ^= 1
-    rig.agent.hold = True
-    rig.deliver(worker, publish)
-    rig.agent.land(rig.agent.held[0])
-    rig.advance()
-    assert (rig.stats.checksum_failures, rig.stats.blocks_received) == (1, 1)
-    worker.blocks[slot, 5] ^= 1
-    rig.agent.land(rig.agent.held[0])
-    rig.advance()
-    assert rig.results == {"t": LoadResult(2)}
-
-
-def test_a_block_with_a_wrong_checksum_twice_ends_the_valid_prefix(
-    rig: Rig, worker: Worker
-) -> None:
-    subscribe = rig.subscribed("t", worker, [1, 2, 3])
-    publish = worker.published(subscribe, [0, 1, 2], last=True)
-    worker.blocks[publish.blocks[1].slot, 5] ^= 1
-    rig.deliver(worker, publish)
-    assert rig.results["t"].num_valid_blocks == 1
-    assert failures(rig) == {FailureReason.CHECKSUM: 1}
-    assert not worker.receive(Release).completed
 
 
 def test_a_cancelled_load_ends_after_its_reads(rig: Rig, worker: Worker) -> None:
