@@ -263,8 +263,8 @@ class PromptReader:
     def _check_text(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
         """Raise an error if a quick check shows that `text` exceeds `bounds`.
 
-        A long text exceeds them if its pieces have more than twice as many tokens as allowed,
-        because cutting a text into pieces adds only a few tokens.
+        A long text is tokenized piece by piece, until the pieces have more than twice the allowed
+        tokens. The factor is a margin, because a cut between two pieces may add a few tokens.
         """
         bounds.check(self._tokenizer.fewest_tokens(len(text)), field)
         if len(text) > bounds.max_characters:

@@ -107,7 +107,7 @@ def run_experts_gemv(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Write the result of `run_experts_triton` into `out`, by GEMVs.
+    """Compute the same values as `run_experts_triton`, by GEMVs, and write them into `out`.
 
     The arguments must be contiguous and have at least one token.
     """
