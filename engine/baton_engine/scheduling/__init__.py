@@ -1,9 +1,9 @@
 """Scheduling: decides which requests run in the next step. Does not import torch.
 
-scheduler          `schedule()` builds a step from the decisions of the other modules
+scheduler          `schedule()` builds a step: running requests continue, and others join the batch
 decisions          the decisions that the other modules return
 request_lifecycle  applies decisions: queues, starts, preempts, swaps and ends requests
-planner            how many tokens each running request gets
+prompt_chunks      how many tokens of a prompt one step computes
 prompt_budget      how many prompt tokens may run beside decodes, for short times between tokens
 batch_admission    which waiting request joins the batch, or starts to load its KV
 preemption         which request loses its KV blocks, and which swapped request gets blocks back

@@ -4,9 +4,9 @@
 of steps, loads and compilations, which need no step under construction: `Finished` and `Queued`.
 Each type of decision is one method of `RequestLifecycle`.
 
-`RunningPlanner` returns no decisions for tokens: it allocates the blocks of decodes and adds the
-tokens to the step itself. One decision for each decoded token made the engine core take 20 % more
-time per request and step (`benchmarks/engine/overhead.py`).
+Tokens are no decisions: `Scheduler._continue_running` adds them to the step. One decision for each
+decoded token made the engine core take 20 % more time per request and step
+(`benchmarks/engine/overhead.py`).
 """
 
 from __future__ import annotations

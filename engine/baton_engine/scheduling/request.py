@@ -272,6 +272,12 @@ class BeamGroup:
     #: After a preemption: free blocks required before the search is resumed.
     num_blocks_wanted: int = 0
 
+    def to_run(self) -> list[Beam]:
+        """Return the beams that have not run since the search last advanced."""
+        return [
+            beam for beam in self.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight
+        ]
+
     @property
     def complete(self) -> bool:
         """Whether all live beams have run and have candidates for their next token."""

@@ -1,8 +1,9 @@
 """Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
-`schedule()` builds the next step. The scheduler asks its collaborators for decisions in a fixed
-order, and `RequestLifecycle` applies these decisions. `update_from_output()` applies the results of
-a step and returns outputs for clients. No collaborator calls the scheduler.
+`schedule()` builds the next step: running requests continue, then others join the batch. Admission
+and preemption decide which requests move, and `RequestLifecycle` applies their decisions.
+`update_from_output()` applies the results of a step and returns outputs for clients. No
+collaborator calls the scheduler.
 
 Several steps may be in flight. `schedule()` counts tokens as computed as soon as they are
 scheduled. Workers run steps and return results in the order of scheduling, so a step may use blocks
@@ -15,8 +16,7 @@ token.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.metrics.engine_stats import EngineStats
@@ -27,7 +27,6 @@ from baton_engine.scheduling.decisions import (
     AdmittedSharing,
     Decision,
     Finished,
-    LazyDecisions,
     LoadStarted,
     Preempted,
     Queued,
@@ -36,9 +35,9 @@ from baton_engine.scheduling.decisions import (
     WaitsForPrompt,
 )
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
-from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.prompt_chunks import PromptChunks
+from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.request_lifecycle import RequestLifecycle
 from baton_engine.scheduling.request_limits import RequestRefusedError, check_request
 from baton_engine.scheduling.scheduler_state import PauseState, SchedulerState
@@ -71,7 +70,7 @@ class Scheduler:
         self._num_steps = 0
         self._beams = BeamSearches(state)
         self._preemptor = Preemptor(state)
-        self._planner = RunningPlanner(state, self._preemptor)
+        self._chunks = PromptChunks(state)
         self._admission = BatchAdmission(state)
         self._remote_prefill = RemotePrefill(state)
         self._results = StepResults(state, self._beams)
@@ -97,7 +96,7 @@ class Scheduler:
     def _fill(self, step: StepBuilder) -> bool:
         """Fill a step with requests, within token budget, places in the batch and KV memory.
 
-        1. Running requests get tokens: decodes first, then prompt chunks.
+        1. Running requests continue: decodes first, then prompt chunks.
         2. Requests whose KV has been loaded join the batch. They hold memory that swapped requests
            may need.
         3. Swapped requests get blocks back, to run from the next step on.
@@ -106,7 +105,7 @@ class Scheduler:
         Returns:
             Whether any request was preempted, swapped out or swapped in.
         """
-        if self._apply(step, self._planner.plan(step)):
+        if self._continue_running(step):
             # Running requests need the memory that a preemption frees, and that a request admitted
             # in the same step would take. A load could write to a block that is still to be swapped
             # out.
@@ -120,7 +119,71 @@ class Scheduler:
             self._apply(step, self._admission.admit(step))
         return preempted or resumed
 
-    def _apply(self, step: StepBuilder, decisions: LazyDecisions[Decision]) -> bool:
+    def _continue_running(self, step: StepBuilder) -> bool:
+        """Run one token of each decode, and then chunks of prompts with the rest of the budget.
+
+        Requests are visited in order, and a decode preempts only itself or later requests. So no
+        request that is already in the step is preempted. Only decodes need new blocks here, because
+        a prompt gets all its blocks at admission.
+
+        Returns:
+            Whether any request was preempted or swapped out.
+        """
+        moved = decodes_in_flight = False
+        running, run_ahead = RequestStatus.RUNNING, self.state.run_ahead
+        for request in self.state.running.values():
+            if step.budget == 0:
+                break
+            if request.status is not running:
+                continue  # this step has preempted the request to free blocks for an earlier one
+            if request.beams is not None:
+                beams = request.beams.to_run()
+                if beams and beams[0].num_uncomputed_tokens > 1:  # the only beam: it has the prompt
+                    step.prefills += beams
+                else:
+                    moved |= self._decode(step, request, beams[: step.budget])
+            elif request.num_in_flight and not run_ahead.allows(request):
+                decodes_in_flight |= request.num_uncomputed_tokens <= 1
+            elif request.num_uncomputed_tokens > 1:
+                step.prefills.append(request)
+            elif step.may_write(request):
+                step.run(request, 1)
+            else:
+                moved |= self._decode(step, request, [request])
+        if step.ranges or decodes_in_flight:  # a long step delays the next token of each decode
+            step.budget = self.state.prompt_budget.limit(step.budget)
+        for sequence in step.prefills:
+            if step.budget == 0:
+                break
+            self._run_chunk(step, sequence)
+        return moved
+
+    def _decode(self, step: StepBuilder, request: Request, sequences: Sequence[Request]) -> bool:
+        """Run one token of every sequence of `request`, or no token if memory stays short.
+
+        Requests are preempted until the memory suffices. No sequence runs before there is memory
+        for all `sequences`, because a beam search is preempted as a whole.
+
+        Returns:
+            Whether any request was preempted or swapped out.
+        """
+        moved = False
+        while not step.has_memory_for(sequences):
+            decision = self._preemptor.preempt_for(request)
+            if decision is None:
+                return moved
+            moved |= self._apply(step, [decision])
+            if request.status is not RequestStatus.RUNNING:
+                return moved
+        for sequence in sequences:
+            step.run_decode(sequence)
+        return moved
+
+    def _run_chunk(self, step: StepBuilder, sequence: Request) -> None:
+        """Run as many tokens of a sequence that has its blocks as `PromptChunks` allows."""
+        step.run(sequence, self._chunks.num_tokens(step, sequence))
+
+    def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
         """Apply decisions that fill `step`.
 
         Returns:
@@ -131,13 +194,13 @@ class Scheduler:
             match decision:
                 case Admitted(request, cached):
                     self._lifecycle.start(request, cached)
-                    self._planner.run_chunk(step, request.sequences[0])
+                    self._run_chunk(step, request.sequences[0])
                 case AdmittedSharing(request, source):
                     self._lifecycle.start_sharing(step, request, source)
-                    self._planner.run_chunk(step, request)
+                    self._run_chunk(step, request)
                 case AdmittedLoaded(request):
                     self._lifecycle.start_loaded(request)
-                    self._planner.run_chunk(step, request)
+                    self._run_chunk(step, request)
                 case LoadStarted(request, cached):
                     self._lifecycle.start_load(request, cached)
                 case WaitsForPrompt(request):
@@ -367,25 +430,6 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters since start, with the current gauges."""
-        stats = copy.copy(self.state.counters)
-        stats.num_requests_running = len(self.state.running)
-        stats.num_requests_waiting = len(self.state.requests) - len(self.state.running)
-        stats.num_requests_swapped = len(self.state.swapped)
-        stats.num_requests_waiting_for_remote_kv = len(self.state.queues.waiting_to_load) + len(
-            self.state.queues.loading
-        )
-        stats.num_transfers_held = self.state.handoff.num_held
-        stats.kv_cache_usage = self.state.kv.usage
+        stats = self.state.stats()
         stats.draining = self.draining
-        stats.prefix_cache_queries = self.state.kv.stats.queries
-        stats.prefix_cache_hits = self.state.kv.stats.hits
-        if (offload := self.state.kv.offload) is not None:
-            stats.offload_blocks = len(offload)
-            stats.offload_blocks_stored, stats.offload_blocks_restored = (
-                offload.num_stored,
-                offload.num_restored,
-            )
-        stats.requests_finished = {
-            str(reason): count for reason, count in self.state.outputs.num_finished.items()
-        }
         return stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Iterable
 
@@ -86,3 +87,25 @@ class SchedulerState:
         self.stop_rules = StopRules(eos_token_ids, max_model_len)
         self.outputs = RequestOutputs()
         self.counters = EngineStats()
+
+    def stats(self) -> EngineStats:
+        """Return a copy of the counters since start, with the current gauges."""
+        stats = copy.copy(self.counters)
+        stats.num_requests_running = len(self.running)
+        stats.num_requests_waiting = len(self.requests) - len(self.running)
+        stats.num_requests_swapped = len(self.swapped)
+        stats.num_requests_waiting_for_remote_kv = len(self.queues.waiting_to_load) + len(
+            self.queues.loading
+        )
+        stats.num_transfers_held = self.handoff.num_held
+        stats.kv_cache_usage = self.kv.usage
+        stats.prefix_cache_queries = self.kv.stats.queries
+        stats.prefix_cache_hits = self.kv.stats.hits
+        if (offload := self.kv.offload) is not None:
+            stats.offload_blocks = len(offload)
+            stats.offload_blocks_stored = offload.num_stored
+            stats.offload_blocks_restored = offload.num_restored
+        stats.requests_finished = {
+            str(reason): count for reason, count in self.outputs.num_finished.items()
+        }
+        return stats

@@ -26,6 +26,8 @@ class StepBuilder:
         self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
         self.ranges: list[ScheduledRange] = []
         self.budget = budget
+        #: Running sequences with more than one token to compute when the step began.
+        self.prefills: list[Request] = []
         self._kv = kv
         self._worker = worker
         self._block_size = kv.block_size
@@ -85,6 +87,18 @@ class StepBuilder:
         if not self._kv.allocate(sequence, end):
             return None
         return self._kv.make_writable(sequence, sequence.num_computed_tokens, end)
+
+    def run_decode(self, sequence: Request) -> None:
+        """Schedule the next token of a sequence, with a new or copied block if it needs one.
+
+        Call `has_memory_for` first.
+        """
+        if self.may_write(sequence):
+            self.run(sequence, 1)
+            return
+        copies = self.reserve(sequence, sequence.num_computed_tokens + 1)
+        assert copies is not None, "the blocks were counted"
+        self.run(sequence, 1, copies)
 
     def run(
         self, sequence: Request, num_tokens: int, copies: list[BlockCopy] | None = None

@@ -1,23 +1,19 @@
-"""The planner: tables of the tokens that running requests get, and of the requests that yield."""
+"""Running requests: tables of the tokens that they get, and of the requests that yield memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 
+from baton_engine.executor.step import SchedulerOutput
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
-from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
-from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.request_lifecycle import RequestLifecycle
-from baton_engine.scheduling.scheduler_state import SchedulerState
-from baton_engine.scheduling.sequence_groups.beams import BeamSearches
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.scheduler_state import PauseState, SchedulerState
 from baton_engine.scheduling.step import in_flight
-from baton_engine.scheduling.step.builder import StepBuilder
 from support.engine.scheduling.filled_state import (
     Spec,
     decided,
@@ -33,12 +29,14 @@ growing = partial(running, num_more_tokens=1)
 #: No token of the prompt is computed. All its blocks are allocated.
 prompt = partial(running, num_computed=0)
 
-#: The target of the prompt budget, see `plan`.
+#: The target of the prompt budget, see `schedule`.
 TARGET_S = 0.05
 
 #: Token counts in the order in which the step got them.
 Tokens = dict[str, int]
-#: Requests in the order of arrival, arguments of `plan`, and the tokens of each sequence.
+#: Decisions in the order in which they were made, as `decided` describes them.
+Decisions = list[tuple[Any, ...]]
+#: Requests in the order of arrival, arguments of `schedule`, and the tokens of each sequence.
 Cases = dict[str, tuple[list[Spec], dict[str, Any], Tokens]]
 
 BUDGET: Cases = {
@@ -169,15 +167,31 @@ BEAMS: Cases = {
 }  # fmt: skip
 
 
-def plan(
+@pytest.fixture
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> Decisions:
+    """Return the list to which every decision of the preemptor about a running request is added."""
+    made: Decisions = []
+    preempt_for = Preemptor.preempt_for
+
+    def record(self: Preemptor, request: Request) -> Any:
+        decision = preempt_for(self, request)
+        if decision is not None:
+            made.append(decided(decision) or ())
+        return decision
+
+    monkeypatch.setattr(Preemptor, "preempt_for", record)
+    return made
+
+
+def schedule(
     specs: list[Spec],
     *,
     budget: int = 16,
     prompt_limit: int | None = None,
     runs: dict[str, int] | None = None,
     **options: Any,
-) -> tuple[StepBuilder, list[tuple[Any, ...]]]:
-    """Plan a step, and apply each decision as the scheduler does.
+) -> SchedulerOutput:
+    """Return the next step, which admits no request.
 
     Args:
         specs: the requests in the order of arrival.
@@ -185,45 +199,20 @@ def plan(
         prompt_limit: limit of the prompt budget, with a target of TARGET_S. None: no target.
         runs: by sequence, the tokens that an earlier step still runs.
         **options: further arguments of `fill_state`.
-
-    Returns:
-        The step, and the decisions as `decided` describes them.
     """
     target_s = TARGET_S if prompt_limit is not None else 0.0
-    state = fill_state(specs, target_itl_s=target_s, **options)
+    state = fill_state(specs, target_itl_s=target_s, max_num_batched_tokens=budget, **options)
     if prompt_limit is not None:
         state.prompt_budget.observe(prompt_limit, num_decodes=0, seconds=TARGET_S)
     for name, num_tokens in (runs or {}).items():
         in_flight.count_scheduled(find_sequence(state, name), num_tokens)
-    return plan_state(state, budget)
+    return admitting_none(state).schedule()
 
 
-def plan_state(
-    state: SchedulerState, budget: int, planner: RunningPlanner | None = None
-) -> tuple[StepBuilder, list[tuple[Any, ...]]]:
-    step = StepBuilder(state.kv, state.worker, 0, budget)
-    planner = planner or RunningPlanner(state, Preemptor(state))
-    return step, apply(state, step, planner.plan(step))
-
-
-def apply(
-    state: SchedulerState,
-    step: StepBuilder,
-    decisions: Iterable[Preempted | SwappedOut | Finished],
-) -> list[tuple[Any, ...]]:
-    """Apply each decision before the next one is computed. Return what was decided."""
-    lifecycle = RequestLifecycle(state, BeamSearches(state), RemotePrefill(state))
-    found = []
-    for decision in decisions:
-        found.append(decided(decision) or ())
-        match decision:
-            case Preempted(request):
-                lifecycle.preempt(request)
-            case SwappedOut(requests):
-                lifecycle.swap_out(step, requests)
-            case Finished(request, output):
-                lifecycle.finish(request, output)
-    return found
+def admitting_none(state: SchedulerState) -> Scheduler:
+    scheduler = Scheduler(state)
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    return scheduler
 
 
 def find_sequence(state: SchedulerState, name: str) -> Request:
@@ -232,8 +221,8 @@ def find_sequence(state: SchedulerState, name: str) -> Request:
     return next(sequence for sequence in sequences if sequence.request_id == name)
 
 
-def tokens_of(step: StepBuilder) -> list[tuple[str, int]]:
-    return list(step.output.num_scheduled_tokens.items())
+def tokens_of(step: SchedulerOutput) -> list[tuple[str, int]]:
+    return list(step.num_scheduled_tokens.items())
 
 
 TABLES = {**BUDGET, **PROMPT_BUDGET, **LONG_PREFILL, **IN_FLIGHT, **BEAMS}
@@ -241,16 +230,16 @@ TABLES = {**BUDGET, **PROMPT_BUDGET, **LONG_PREFILL, **IN_FLIGHT, **BEAMS}
 
 @pytest.mark.parametrize(("specs", "options", "expected"), TABLES.values(), ids=TABLES.keys())
 def test_the_tokens_that_running_requests_get(
-    specs: list[Spec], options: dict[str, Any], expected: Tokens
+    specs: list[Spec], options: dict[str, Any], expected: Tokens, preemptions: Decisions
 ) -> None:
-    step, decisions = plan(specs, **options)
+    step = schedule(specs, **options)
     assert tokens_of(step) == list(expected.items())
-    assert decisions == []
+    assert preemptions == []
 
 
-#: Requests in the order of arrival, arguments of `plan`, the decisions, the tokens of each sequence
-#: and the number of block copies.
-MEMORY: dict[str, tuple[list[Spec], dict[str, Any], list[tuple[Any, ...]], Tokens, int]] = {
+#: Requests in the order of arrival, arguments of `schedule`, the decisions, the tokens of each
+#: sequence and the number of block copies.
+MEMORY: dict[str, tuple[list[Spec], dict[str, Any], Decisions, Tokens, int]] = {
     "a decode with a place in its block needs no free block": (
         [decode("a"), decode("b")], {"num_free": 0}, [], {"a": 1, "b": 1}, 0,
     ),
@@ -300,30 +289,30 @@ MEMORY: dict[str, tuple[list[Spec], dict[str, Any], list[tuple[Any, ...]], Token
 def test_the_requests_that_yield_memory_to_decodes(
     specs: list[Spec],
     options: dict[str, Any],
-    decisions: list[tuple[Any, ...]],
+    decisions: Decisions,
     expected: Tokens,
     num_copies: int,
+    preemptions: Decisions,
 ) -> None:
-    step, made = plan(specs, **options)
-    assert made == decisions
+    step = schedule(specs, **options)
+    assert preemptions == decisions
     assert tokens_of(step) == list(expected.items())
-    assert len(step.output.block_copies) == num_copies
+    assert len(step.block_copies) == num_copies
 
 
-def test_the_first_beam_computes_the_prompt_in_chunks() -> None:
-    state = fill_state([waiting("a", beam_width=2)])
+def test_the_first_beam_computes_the_prompt_in_chunks(preemptions: Decisions) -> None:
+    state = fill_state([waiting("a", beam_width=2)], max_num_batched_tokens=5)
     search = state.requests["a"]
     state.queues.waiting.discard(search)
     assert state.kv.allocate(search.sequences[0], search.num_tokens)
     search.status = RequestStatus.RUNNING
     state.running.add(search)
-    step, decisions = plan_state(state, budget=5)
-    assert (tokens_of(step), decisions) == ([("a#0", 5)], [])
+    step = admitting_none(state).schedule()
+    assert (tokens_of(step), preemptions) == ([("a#0", 5)], [])
 
 
-def test_a_planner_collects_the_prompts_of_each_step_again() -> None:
-    state = fill_state([prompt("a", 12)], async_scheduling=True)
-    planner = RunningPlanner(state, Preemptor(state))
-    for budget, num_tokens in ((4, 4), (16, 8)):
-        step, decisions = plan_state(state, budget, planner)
-        assert (tokens_of(step), decisions) == ([("a", num_tokens)], [])
+def test_each_step_collects_the_prompts_again(preemptions: Decisions) -> None:
+    state = fill_state([prompt("a", 12)], async_scheduling=True, max_num_batched_tokens=8)
+    scheduler = admitting_none(state)
+    for num_tokens in (8, 4):
+        assert (tokens_of(scheduler.schedule()), preemptions) == ([("a", num_tokens)], [])
