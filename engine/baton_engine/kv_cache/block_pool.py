@@ -136,9 +136,9 @@ class BlockPool:
     def free(self, blocks: Sequence[Block]) -> None:
         """Remove one reference from each block of a sequence.
 
-        A block that is now without references enters the free list. Uncached blocks are allocated
-        next. Cached blocks are allocated last, later blocks of the sequence before the prefix,
-        which more requests share.
+        A block that is now without references enters the free list: an uncached block at the head,
+        to be allocated next, and a cached block at the tail. The last block of the sequence enters
+        first, because requests share the first blocks more often.
 
         Args:
             blocks: in the order of the sequence.

@@ -5,11 +5,11 @@ generated tokens. All queues are ordered by (priority, arrival). Later requests 
 first request that does not fit in the free blocks. Requests that wait for remote KV, for a grammar
 or for the prompt of their sample group do not block other requests.
 
-Requests of one priority do not starve each other. Once all earlier requests have ended, a request
-is admitted as soon as enough blocks are free. From then on it is preempted last, and is the first
-to get the token budget that decodes leave. Each decode takes one token and at most as many requests
-run as the budget has tokens, so at least one token is left. Requests with a lower priority value
-always come first.
+Requests of one priority do not starve each other. When all earlier requests have ended, the first
+request is admitted as soon as enough blocks are free. It is preempted last, and its prompt is the
+first to get the tokens that decodes leave. At least one token is left, because each decode takes
+one and at most `max_num_batched_tokens` sequences run. Requests with a lower priority value always
+come first.
 """
 
 from __future__ import annotations

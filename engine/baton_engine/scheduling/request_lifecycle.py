@@ -56,8 +56,7 @@ class RequestLifecycle:
         self._allocate(sequence, sequence.num_tokens, cached)
         if request.may_reuse_kv:
             self._count_lookup(request, sequence)
-        if request.group is not None:
-            request.group.leader = request
+        self.state.groups.lead(request)
         self._join_batch(request, sequence)
 
     def start_sharing(self, step: StepBuilder, request: Request, source: Request) -> None:

@@ -106,8 +106,8 @@ class Scheduler:
             Whether any request was preempted, swapped out or swapped in.
         """
         if self._continue_running(step):
-            # Running requests need the memory that a preemption frees, and that a request admitted
-            # in the same step would take. A load could write to a block that is still to be swapped
+            # The preemption has freed memory for running requests. A request admitted in the same
+            # step would take this memory. A load could write to a block before the worker swaps it
             # out.
             return True
         admits = self.pause_state is PauseState.UNPAUSED
@@ -138,7 +138,7 @@ class Scheduler:
                 continue  # this step has preempted the request to free blocks for an earlier one
             if request.beams is not None:
                 beams = request.beams.to_run()
-                if beams and beams[0].num_uncomputed_tokens > 1:  # the only beam: it has the prompt
+                if beams and beams[0].num_uncomputed_tokens > 1:  # the first beam runs the prompt
                     step.prefills += beams
                 else:
                     moved |= self._decode(step, request, beams[: step.budget])
@@ -298,8 +298,9 @@ class Scheduler:
     def discard(self, step: SchedulerOutput) -> None:
         """Undo the tokens of the newest step in flight, so that later steps run these tokens.
 
-        The tokens must not have run. All other changes of the step count as done, so workers must
-        apply them exactly once: in `step`, whose tokens failed, or in `step.without_tokens()`.
+        The tokens must not have run. The other changes of the step, such as block copies, are not
+        undone. Workers must apply them exactly once: in `step`, whose tokens failed, or in
+        `step.without_tokens()`.
         """
         self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)
@@ -384,8 +385,8 @@ class Scheduler:
     def add_prefill_result(self, result: PrefillResult) -> None:
         """Apply the result of a request's prefill stage on a peer: the first token, or an error.
 
-        The result may arrive before the request. The scheduler waits for it without a timeout, and
-        the gateway aborts a request that waits too long.
+        The result may arrive before the request, and is then kept. A request waits for its result
+        without a timeout: the gateway aborts a request that waits too long.
         """
         request = self.state.requests.get(result.request_id)
         if request is None:

@@ -46,6 +46,11 @@ class SampleGroups:
             group.leader = request
         self._groups[group_id] = group
 
+    def lead(self, request: Request) -> None:
+        """Count `request`, which starts, as the member of its group that computes the prompt."""
+        if request.group is not None:
+            request.group.leader = request
+
     def leave(self, request: Request) -> None:
         """Remove an ended request from its group."""
         group = request.group
