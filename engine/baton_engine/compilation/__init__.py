@@ -1,6 +1,6 @@
 """CUDA graphs and torch.compile for the forward pass of a step.
 
-These modules do not depend on a batch or a scheduler. `worker/forward_runner.py` uses them.
+These modules do not depend on a batch or a scheduler. `worker/forward/forward_runner.py` uses them.
 
 cudagraph_dispatcher.py  chooses the captured graph for a step
 graphs.py                captures and replays CUDA graphs

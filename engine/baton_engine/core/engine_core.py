@@ -10,19 +10,17 @@ This module uses no sockets and no processes.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import replace
 
 from baton_engine.core.pause import PauseControl
 from baton_engine.core.request_validation import validate_request
 from baton_engine.core.scheduler_setup import make_scheduler
 from baton_engine.core.step_records import StepRecord, StepRecords
 from baton_engine.core.utility_methods import UtilityMethods
-from baton_engine.executor.base import Executor, WorkerDiedError
+from baton_engine.executor.base import Executor
 from baton_engine.executor.step import ModelRunnerOutput
+from baton_engine.executor.step_results import StepResults
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.scheduling.request_limits import RequestRefusedError, refusal_of
@@ -36,9 +34,6 @@ from baton_protocol.engine_messages import (
     Ready,
 )
 from baton_protocol.options.config import EngineConfig, container_path
-
-#: Interval at which the wait for a step checks that the workers are alive.
-_FAILURE_CHECK_S = 0.5
 
 
 class EngineCore(UtilityMethods):
@@ -81,9 +76,7 @@ class EngineCore(UtilityMethods):
         self.executor = executor
         self.request_metrics = request_metrics or RequestMetrics()
         self._take_aborts = take_aborts
-        self._on_failure = on_executor_failure
-        self._executor_failure = ""
-        executor.set_failure_callback(self._on_executor_failure)
+        self._results = StepResults(executor, config.parallel.step_timeout_s, on_executor_failure)
         self.info = executor.initialize()
         self._structured_output = StructuredOutputManager(
             container_path(config.model.path),
@@ -133,7 +126,7 @@ class EngineCore(UtilityMethods):
                 step = record.on_scheduled(self.scheduler.schedule())
                 self.executor.execute_model(step)
                 grammar = self.scheduler.grammar_output(step)  # while the model runs
-                output = self._wait(self.executor.sample_tokens(grammar))
+                output = self._results.wait(self.executor.sample_tokens(grammar))
                 self._update(record, output)
             self._pause.advance()
         return self._end_step(runs)
@@ -173,7 +166,7 @@ class EngineCore(UtilityMethods):
     def _finish_oldest(self) -> None:
         """Wait for the output of the oldest step, and update the scheduler with it."""
         with self._in_flight.popleft() as record:
-            self._update(record, self._wait(record.output))
+            self._update(record, self._results.wait(record.output))
 
     def _update(self, record: StepRecord, output: ModelRunnerOutput) -> None:
         """Apply aborts that arrived while the model ran, then the output of the step."""
@@ -199,39 +192,6 @@ class EngineCore(UtilityMethods):
 
     def _can_step(self) -> bool:
         return self.scheduler.has_work and not self._pause.memory_dropped
-
-    def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Return the output of a step.
-
-        Raises:
-            WorkerDiedError: a worker dies first, or the workers send no answer for
-                `parallel.step_timeout_s`. An executor with `watches_steps` checks the timeout.
-        """
-        limit_s = math.inf if self.executor.watches_steps else self.config.parallel.step_timeout_s
-        interval_s = min(_FAILURE_CHECK_S, limit_s)
-        # Add up the intervals instead of reading the clock. By the clock, a step would time out as
-        # soon as this process continues after a stop (SIGSTOP).
-        silent_s = 0.0
-        while True:
-            try:
-                return future.result(timeout=interval_s)
-            except TimeoutError:
-                if future.done():  # the step ended after the timeout, or raised TimeoutError itself
-                    return future.result()
-                if self._executor_failure:
-                    raise WorkerDiedError(self._executor_failure) from None
-            silent_s += interval_s
-            if silent_s >= limit_s:
-                reason = (
-                    f"the workers have not answered for {limit_s:g} s (parallel.step_timeout_s); "
-                    "raise the timeout if steps take longer"
-                )
-                self._on_executor_failure(reason)  # a utility call may catch the exception
-                raise WorkerDiedError(reason)
-
-    def _on_executor_failure(self, reason: str) -> None:
-        self._executor_failure = reason
-        self._on_failure(reason)
 
     # Requests
 
@@ -304,33 +264,6 @@ class EngineCore(UtilityMethods):
         The list is empty unless `cache.enable_kv_events` is set.
         """
         return self.scheduler.state.kv.take_events()
-
-    # Methods that `PauseControl` calls, see `PausedEngine`
-
-    def set_pause_state(self, state: PauseState) -> None:
-        self.scheduler.set_pause_state(state)
-
-    def end_requests(self) -> None:
-        self.scheduler.abort_requests(list(self.scheduler.state.requests))
-        self._collect_outputs()
-
-    def num_running(self) -> int:
-        stats = self.scheduler.stats()
-        return stats.num_requests_running + stats.num_requests_swapped
-
-    def free_kv_cache(self) -> bool:
-        self.scheduler.preempt_all()
-        if self.scheduler.state.kv.usage > 0:
-            return False
-        self.scheduler.reset_prefix_cache()
-        return True
-
-    def sleep_workers(self, level: int) -> None:
-        self.executor.collective_rpc("sleep", (level,))
-
-    def wake_workers(self, tags: list[str]) -> None:
-        compatibility_hash, *_ = self.executor.collective_rpc("wake_up", (tags,))
-        self.info = replace(self.info, compatibility_hash=compatibility_hash)
 
     def shutdown(self) -> None:
         """End workers and threads. Idempotent."""

@@ -15,9 +15,13 @@ no order of calls deadlocks.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Literal
 
+from baton_engine.executor.base import Executor, ModelInfo
+from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.scheduler_state import PauseState
 
 logger = logging.getLogger(__name__)
@@ -33,19 +37,33 @@ _MEMORIES = frozenset({WEIGHTS, KV_CACHE})
 _NOT_ASLEEP = -1
 
 
-class PausedEngine(Protocol):
-    """The methods of the engine core that `PauseControl` calls."""
+class PausedEngine(ABC):
+    """What `PauseControl` does to an engine core, which sets the attributes."""
 
-    def set_pause_state(self, state: PauseState) -> None: ...
+    executor: Executor
+    info: ModelInfo
+    scheduler: Scheduler
 
-    def end_requests(self) -> None:
-        """End all requests as aborted, without a call to `PauseControl.advance`."""
-
+    @abstractmethod
     def finish_steps(self) -> None:
         """Wait for all steps in flight and process their results."""
 
+    @abstractmethod
+    def _collect_outputs(self) -> None:
+        """Take the outputs that the scheduler has produced outside steps."""
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.scheduler.set_pause_state(state)
+
+    def end_requests(self) -> None:
+        """End all requests as aborted, without a call to `PauseControl.advance`."""
+        self.scheduler.abort_requests(list(self.scheduler.state.requests))
+        self._collect_outputs()
+
     def num_running(self) -> int:
         """Return the number of requests that run or are swapped out."""
+        stats = self.scheduler.stats()
+        return stats.num_requests_running + stats.num_requests_swapped
 
     def free_kv_cache(self) -> bool:
         """Free the KV of all requests and clear the prefix cache.
@@ -53,10 +71,18 @@ class PausedEngine(Protocol):
         Returns:
             False if transfers still hold blocks. The caller then tries again later.
         """
+        self.scheduler.preempt_all()
+        if self.scheduler.state.kv.usage > 0:
+            return False
+        self.scheduler.reset_prefix_cache()
+        return True
 
-    def sleep_workers(self, level: int) -> None: ...
+    def sleep_workers(self, level: int) -> None:
+        self.executor.collective_rpc("sleep", (level,))
 
-    def wake_workers(self, tags: list[str]) -> None: ...
+    def wake_workers(self, tags: list[str]) -> None:
+        compatibility_hash, *_ = self.executor.collective_rpc("wake_up", (tags,))
+        self.info = replace(self.info, compatibility_hash=compatibility_hash)
 
 
 class PauseControl:

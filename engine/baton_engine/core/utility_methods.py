@@ -11,35 +11,26 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
-from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
-from baton_engine.executor.base import Executor
+from baton_engine.core.pause import PauseControl, PausedEngine, PauseMode, SleepLevel
 from baton_engine.metrics.engine_stats import EngineStats
-from baton_engine.scheduling.scheduler import Scheduler
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.options.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
 
-class UtilityMethods(ABC):
+class UtilityMethods(PausedEngine):
     """Statistics, drain, pause, sleep and profiling of an engine core, which sets the attributes.
 
     Methods that return a Future continue after the call.
     """
 
     config: EngineConfig
-    executor: Executor
-    scheduler: Scheduler
     _pause: PauseControl
     _connector_stats: ConnectorStats | None = None
     _connector_stats_time = -math.inf
-
-    @abstractmethod
-    def finish_steps(self) -> None:
-        """Wait for all steps in flight and process their results."""
 
     def get_stats(self) -> EngineStats:
         """Return the engine's gauges and counters."""

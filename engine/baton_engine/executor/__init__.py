@@ -9,5 +9,7 @@ ray                one Ray actor per rank
 startup            loads the model on new workers and allocates the KV cache, for all executors
 commands           messages between an executor and its worker processes
 cpu_binding        the CPU cores of each worker
-futures            completes futures that several threads may complete
+remote_executor    the common part of multiproc and ray: the failure of a worker
+step_results       waits for the results of a step, with a timeout
+futures            completes futures, and waits for the answers of workers
 """

@@ -212,13 +212,9 @@ class ExternalLauncherExecutor(UniProcExecutor):
         """Send `data` to all ranks. Return the data of all ranks in rank order."""
         lengths = self._control.all_gather(torch.tensor([len(data)])).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = _as_tensor(data)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self._control.all_gather(padded).view(len(lengths), -1)
         return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _environment(name: str) -> int:

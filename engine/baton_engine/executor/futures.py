@@ -1,11 +1,16 @@
-"""Completes futures. Of several calls for one future, only the first has an effect."""
+"""Completes futures, and waits for the answers of workers.
+
+Of several calls that complete one future, only the first has an effect.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 def resolve(future: Future[Any], result: Any) -> None:
@@ -26,3 +31,33 @@ def complete(future: Future[Any], compute: Callable[[], Any]) -> None:
         reject(future, error)
     else:
         resolve(future, result)
+
+
+def wait_for_answers(
+    future: Future[_Result],
+    timeout_s: float | None,
+    method: str,
+    num_workers: int,
+    answered: Container[int],
+) -> _Result:
+    """Return the result of a call of all workers.
+
+    Args:
+        future: completes when all workers have answered.
+        timeout_s: limit for all answers. None: no limit.
+        method: name of the call, for the error message.
+        num_workers: number of workers.
+        answered: ranks of the workers that have answered, for the error message.
+
+    Raises:
+        TimeoutError: not all workers answered in time.
+    """
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():  # it ended after the timeout, or a worker raised TimeoutError
+            return future.result()
+        missing = [rank for rank in range(num_workers) if rank not in answered]
+        raise TimeoutError(
+            f"{method} was not answered within {timeout_s} s by worker {missing}"
+        ) from None

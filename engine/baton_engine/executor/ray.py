@@ -18,19 +18,19 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from baton_engine.distributed.store.store_server import StoreServer, open_store
-from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
+from baton_engine.executor.base import ModelInfo, WorkerDiedError, WorkerError
 from baton_engine.executor.commands import CommandFailure
-from baton_engine.executor.futures import reject, resolve
+from baton_engine.executor.futures import reject, resolve, wait_for_answers
+from baton_engine.executor.remote_executor import RemoteExecutor
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
     initialize_workers,
     load_worker_class,
-    num_concurrent_batches,
     output_rank,
     refuse_expert_parallel,
     share_threads,
@@ -52,7 +52,7 @@ WATCH = "watch"
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
-class RayExecutor(Executor):
+class RayExecutor(RemoteExecutor):
     """Runs one Ray actor per rank."""
 
     #: Maximum wait until the cluster has room for all workers.
@@ -62,8 +62,6 @@ class RayExecutor(Executor):
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
-        self.max_concurrent_batches = num_concurrent_batches(config)
-        self._world_size = config.parallel.world_size
         self._output_rank = output_rank(config)
         self._ray = _import_ray()
         #: The placement group. It has one bundle per worker.
@@ -72,14 +70,9 @@ class RayExecutor(Executor):
         self._all_up = False
         self._owns_ray = False
         self._store: StoreServer | None = None
-        #: Guards the fields below, because Ray's threads report answers and deaths.
-        self._lock = threading.Lock()
+        #: Guarded by `_lock`, because Ray's threads report answers and deaths.
         self._pending: dict[int, Future[Any]] = {}
         self._tickets = itertools.count()
-        self._failure: Exception | None = None
-        self._died = False
-        self._on_failure: Callable[[str], None] | None = None
-        self._stopping = False
 
     def initialize(self) -> ModelInfo:
         refuse_expert_parallel(self.config, "ray")
@@ -145,13 +138,6 @@ class RayExecutor(Executor):
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
         return self._call_actors("call", (method, args), timeout_s)
-
-    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        with self._lock:
-            self._on_failure = callback
-            already = self._failure if self._died else None
-        if already is not None:
-            callback(str(already))
 
     def connector_stats(self) -> ConnectorStats | None:
         return None
@@ -231,15 +217,7 @@ class RayExecutor(Executor):
         for rank, actor in enumerate(self._actors):
             ref = getattr(actor, actor_method).remote(*args)
             self._on_result(ref, rank, future, functools.partial(take, rank=rank), doing=what)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            if future.done():  # ended after the timeout
-                return future.result()
-            missing = [rank for rank in range(self._world_size) if rank not in results]
-            raise TimeoutError(
-                f"{what} was not answered within {timeout_s} s by worker {missing}"
-            ) from None
+        return wait_for_answers(future, timeout_s, what, self._world_size, results)
 
     def _register(self, future: Future[Any]) -> bool:
         """Register a future that fails when the executor fails.
@@ -302,17 +280,8 @@ class RayExecutor(Executor):
 
         ref.future().add_done_callback(done)
 
-    def _fail(self, error: Exception, *, died: bool) -> None:
-        """Fail all pending and later steps and calls. If `died`, call the failure callback."""
-        with self._lock:
-            self._failure = self._failure or error
-            callback = self._on_failure if died and not self._died and not self._stopping else None
-            self._died = self._died or died
-            pending: Sequence[Future[Any]] = list(self._pending.values())
-        for future in pending:
-            reject(future, error)
-        if callback is not None:
-            callback(str(error))
+    def _take_pending(self, died: bool) -> list[Future[Any]]:
+        return list(self._pending.values())
 
 
 class _Place(NamedTuple):

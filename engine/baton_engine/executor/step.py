@@ -156,16 +156,17 @@ class ModelRunnerOutput:
 
     #: The token of each request that sampled in this step.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    #: By request id, for requests that ask for logprobs and for beam searches. The top entries of a
-    #: beam search are its best continuations; `worker.sampling.sampler.sample` says how many.
+    #: By request id, for requests with `logprobs` and for beam searches. The top entries of a beam
+    #: search are its best continuations. `worker.sampling.sampler.report_logprobs` describes their
+    #: number.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    #: By request id, for requests that ask for prompt logprobs. The entries belong to the prompt
+    #: By request id, for requests with `prompt_logprobs`. The entries belong to the prompt
     #: tokens that this step predicted, from position num_computed_tokens + 1 on.
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     #: By request id, for requests that sampled. Empty unless
     #: config.observability.count_nans_in_logits is set.
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
-    #: By request id, for requests that ask for routed experts. The entries belong to the tokens
+    #: By request id, for requests with `return_routed_experts`. The entries belong to the tokens
     #: that this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
     #: By request id, for requests whose prompt ended in this step, on a pooling model. The values

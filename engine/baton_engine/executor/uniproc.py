@@ -15,7 +15,7 @@ from typing import Any
 
 from baton_engine.executor.base import Executor, ModelInfo
 from baton_engine.executor.commands import CommandFailure
-from baton_engine.executor.futures import complete
+from baton_engine.executor.futures import complete, wait_for_answers
 from baton_engine.executor.startup import (
     initialize_workers,
     load_worker_class,
@@ -100,14 +100,7 @@ class UniProcExecutor(Executor):
                 raise CommandFailure.of(error, rank=0).exception(method) from error
 
         future = self._thread.submit(call)
-        try:
-            return [future.result(timeout_s)]
-        except TimeoutError:
-            if future.done():  # ended after the timeout
-                return [future.result()]
-            raise TimeoutError(
-                f"{method} was not answered within {timeout_s} s by worker [0]"
-            ) from None
+        return [wait_for_answers(future, timeout_s, method, 1, ())]
 
     def interrupt(self, nonce: str = "") -> None:
         worker = self._worker  # another thread may shut down

@@ -393,11 +393,11 @@ class DPEngineCore(EngineCore):
         if self.phase is RankPhase.SERVING:
             return self.scheduler.schedule()
         # Without the other ranks' experts no tokens can run. Transfers continue.
-        asked, self.scheduler.pause_state = self.scheduler.pause_state, PauseState.PAUSED_ALL
+        requested, self.scheduler.pause_state = self.scheduler.pause_state, PauseState.PAUSED_ALL
         try:
             return self.scheduler.schedule()
         finally:
-            self.scheduler.pause_state = asked
+            self.scheduler.pause_state = requested
 
     def _vote_and_run(self) -> None:
         """Schedule a step, exchange votes and run the step.
@@ -423,7 +423,7 @@ class DPEngineCore(EngineCore):
                 with record:
                     self.executor.execute_model(step)
                     grammar = self.scheduler.grammar_output(step)  # while the model runs
-                    self._update(record, self._wait(self.executor.sample_tokens(grammar)))
+                    self._update(record, self._results.wait(self.executor.sample_tokens(grammar)))
             except GroupBrokenError as error:
                 self.scheduler.discard(step)
                 self._break(str(error))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -149,12 +148,11 @@ class DPEngineCoreProc(EngineCoreProc):
     def readiness(self) -> ProbeResult:
         result = super().readiness()
         if result.ok and not self._is_accepting:
-            return replace(
-                result,
-                ok=False,
-                reason="Standby",
-                message="this rank is in no generation of the group; see the coordinator's "
-                "GET /topology",
+            message = (
+                "this rank is in no generation of the group; see the coordinator's GET /topology"
+            )
+            return ProbeResult(
+                False, msgspec.structs.replace(result.body, reason="Standby", message=message)
             )
         return result
 

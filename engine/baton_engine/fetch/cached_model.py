@@ -40,7 +40,7 @@ class CachedModel:
 def find_cached_model(
     model: str | Path, revision: str | None = None, download_dir: str | Path | None = None
 ) -> CachedModel | None:
-    """Return the model for which a name or a URI stands. Return None for the path of a folder.
+    """Return the model that a name or a URI refers to, or None for the path of a folder.
 
     Args:
         model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. If the path ORG/NAME

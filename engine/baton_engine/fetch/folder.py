@@ -130,7 +130,7 @@ class Partial:
         self.path.mkdir(parents=True)
         self._owner = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._owner, fcntl.LOCK_EX)  # the kernel releases it when this process dies
-        self._write_state()
+        self.save()
 
     def reuse_leftovers(self, files: Iterable[RemoteFile]) -> None:
         """Move reusable files of other partial folders into this folder. Remove those folders.
@@ -182,7 +182,7 @@ class Partial:
                 for path in other.glob(f"*{INCOMPLETE}"):
                     if stat.S_ISREG(path.stat(follow_symlinks=False).st_mode):
                         os.replace(path, self.path / path.name)
-            self._write_state()
+            self.save()
         discard(other)
 
     def has(self, file: RemoteFile) -> bool:
@@ -222,7 +222,9 @@ class Partial:
 
     def save(self) -> None:
         """Save the list of verified files, which a later fetcher may reuse. Not thread-safe."""
-        self._write_state()
+        new = self.path / f"{_STATE}.new"
+        new.write_bytes(msgspec.json.encode(self._state))
+        os.replace(new, self.path / _STATE)
 
     def size_of(self, file: RemoteFile) -> int:
         """Return how many bytes of the file are on disk."""
@@ -273,11 +275,6 @@ class Partial:
         if self._owner >= 0:
             os.close(self._owner)
             self._owner = -1
-
-    def _write_state(self) -> None:
-        new = self.path / f"{_STATE}.new"
-        new.write_bytes(msgspec.json.encode(self._state))
-        os.replace(new, self.path / _STATE)
 
 
 def discard(folder: Path) -> None:

@@ -170,7 +170,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _num_allocated() -> int:
-    """Return the bytes that `malloc` has allocated. 0 if the C library cannot tell."""
+    """Return the bytes that `malloc` has allocated. 0 if the C library does not report it."""
     if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo", None)) is None:
         return 0
     mallinfo.restype = _Mallinfo

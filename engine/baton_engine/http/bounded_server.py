@@ -33,7 +33,7 @@ MAX_CONNECTIONS = 128
 REQUEST_TIMEOUT_S = 20.0
 #: A client that sends or reads nothing for this long is disconnected.
 SOCKET_TIMEOUT_S = 10.0
-#: A request for the largest topology has 70 KB. Clients without the key can send bodies, too.
+#: A request for the largest topology has 70 KB. Clients without the key can also send bodies.
 MAX_BODY_BYTES = 2**17
 #: Limit on the headers of a request. http.server allows 6.5 MB.
 MAX_HEAD_BYTES = 2**14

@@ -5,6 +5,7 @@ factory.py            builds a model and loads the weights
 registry.py           the model class of each architecture name
 fused_layers.py       embedding, layers and norm of a model as one compiled operation
 layers.py             layers that the architectures share, and the base class `CausalLM`
+classifier.py         the output of pooling models that score texts
 sparse_moe.py         the mixture-of-experts layer
 expert_shard.py       the experts of a layer on one rank, and the exchange of tokens
 projections.py        linear layers over tensor ranks

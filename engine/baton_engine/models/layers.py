@@ -20,7 +20,6 @@ from torch.nn.functional import embedding
 
 from baton_engine.distributed.group import Group, ParallelContext
 from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
-from baton_engine.models.checkpoint.pooling_config import PoolingConfig
 from baton_engine.models.checkpoint.sharding import (
     ALONE,
     Part,
@@ -30,7 +29,9 @@ from baton_engine.models.checkpoint.sharding import (
     split,
     split_kv_heads,
     split_vocabulary,
+    whole_targets,
 )
+from baton_engine.models.classifier import Classifier, token_score
 from baton_engine.models.operators import all_reduce, attend
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
@@ -39,7 +40,6 @@ from baton_kernels.activation import silu_and_mul
 from baton_kernels.linear import PackedWeight, QuantizedWeight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
-from baton_protocol.pooling_params import Task
 
 
 class RMSNorm(nn.Module):
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         )
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
+        return whole_targets(prefix, {"weight": self.weight})
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -230,26 +230,6 @@ class DecoderLayer(nn.Module):
         )
 
 
-class Classifier(nn.Module):
-    """The output layer of a classifier: one logit per label."""
-
-    def __init__(self, hidden_size: int, num_labels: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = parameter(num_labels, hidden_size)
-        self.bias = parameter(num_labels) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-    def weight_targets(self, prefix: str) -> WeightTargets:
-        parameters = {"weight": self.weight, "bias": self.bias}
-        return {
-            f"{prefix}.{name}": WeightTarget(each, tuple(each.shape))
-            for name, each in parameters.items()
-            if each is not None
-        }
-
-
 class Model(nn.Module):
     """Base class of decoders and encoders: what a worker needs of one rank's part of a model."""
 
@@ -262,6 +242,9 @@ class Model(nn.Module):
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext) -> None:
         super().__init__()
         self.config, self.parallel = config, parallel
+        own = shard(config, parallel)
+        #: Indices of this rank's layers in the whole model.
+        self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
 
     @property
     def head(self) -> VocabParallelEmbedding | None:
@@ -331,8 +314,6 @@ class CausalLM(Model):
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
         super().__init__(config, parallel)
-        own = shard(config, parallel)
-        self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
         self.rotary_embedding = RotaryEmbedding(config)
         self.layers = nn.ModuleList(
             self.make_layer(config, layer, parallel.tensor) for layer in self.layer_ids
@@ -341,7 +322,8 @@ class CausalLM(Model):
             assert isinstance(layer, DecoderLayer)
             layer.self_attn.cache_layer = index
         last, tied = parallel.is_last_stage, config.tie_word_embeddings
-        self._has_head = last and _has_token_logits(config.pooling)
+        pooling = config.pooling
+        self._has_head = last and (pooling is None or bool(pooling.label_token_ids))
         vocabulary = (config.vocab_size, config.hidden_size, parallel.tensor)
         self.embed_tokens = (
             VocabParallelEmbedding(*vocabulary)
@@ -352,7 +334,7 @@ class CausalLM(Model):
         self.lm_head = VocabParallelEmbedding(*vocabulary) if self._has_head and not tied else None
         self.score = (
             Classifier(config.hidden_size, config.num_labels)
-            if last and _has_label_logits(config.pooling)
+            if last and pooling is not None and pooling.has_classifier
             else None
         )
 
@@ -394,10 +376,7 @@ class CausalLM(Model):
         if self.score is not None:
             return self.score(pooled).float()
         assert self.config.pooling is not None
-        first, second = self.config.pooling.label_token_ids
-        logits = self.compute_logits(pooled)
-        # The sigmoid of the difference is the softmax over both tokens.
-        return logits[:, second : second + 1] - logits[:, first : first + 1]
+        return token_score(self.compute_logits(pooled), self.config.pooling.label_token_ids)
 
     def move_constants(self, device: torch.device) -> None:
         self.rotary_embedding.move_to(device)
@@ -419,13 +398,3 @@ class CausalLM(Model):
 
     def ignored_weights(self) -> list[str]:
         return ["lm_head.weight"] if self.lm_head is None else []
-
-
-def _has_token_logits(pooling: PoolingConfig | None) -> bool:
-    """Return whether a model generates, or its scores are logits of tokens."""
-    return pooling is None or bool(pooling.label_token_ids)
-
-
-def _has_label_logits(pooling: PoolingConfig | None) -> bool:
-    """Return whether a model is a classifier with an output layer of its own."""
-    return pooling is not None and pooling.task is Task.CLASSIFY and not pooling.label_token_ids

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_engine.distributed.group import Group
-from baton_engine.models.checkpoint.sharding import Part, WeightTarget, WeightTargets
+from baton_engine.models.checkpoint.sharding import Part, WeightTarget, WeightTargets, whole_targets
 from baton_engine.models.operators import all_reduce
 from baton_kernels.linear import linear
 
@@ -26,7 +26,7 @@ class Linear(nn.Module):
         return linear(x, self.weight)
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return {f"{prefix}.weight": WeightTarget(self.weight, tuple(self.weight.shape))}
+        return whole_targets(prefix, {"weight": self.weight})
 
 
 class ColumnParallelLinear(nn.Module):

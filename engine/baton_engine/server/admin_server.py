@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -20,8 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.server.access import Access
-from baton_protocol.kv_compatibility import KVCompatibility
-from baton_protocol.process.health import Health, LoadProgress
+from baton_protocol.process.health import Health
 from baton_protocol.process.metrics_text import MetricsText
 from baton_protocol.service_key import AdminRequest
 
@@ -45,21 +44,11 @@ CALLS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
+class ProbeResult(NamedTuple):
     """The engine's health or readiness, as the response to a probe of the kubelet."""
 
     ok: bool
-    reason: str
-    message: str
-    #: Progress of loading the model. None: the model is loaded.
-    progress: LoadProgress | None = None
-    #: Values that must be equal on engines that exchange KV blocks. None: no such exchange.
-    kv: KVCompatibility | None = None
-    #: Bytes of KV sent and received, by transport, mechanism and device: `ucx tcp/lo`.
-    kv_bytes: dict[str, int] = field(default_factory=dict)
-    #: Seconds since the engine was last paused or asleep. None: it was not, or in a health result.
-    resumed_s: float | None = None
+    body: Health
 
 
 class DrainStatus(msgspec.Struct):
@@ -179,15 +168,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             self._call()
 
     def _send_probe(self, result: ProbeResult) -> None:
-        body = Health(
-            result.reason,
-            result.message,
-            result.progress,
-            result.kv,
-            kv_bytes=result.kv_bytes,
-            resumed_s=result.resumed_s,
-        )
-        self._answer(200 if result.ok else 503, msgspec.json.encode(body))
+        self._answer(200 if result.ok else 503, msgspec.json.encode(result.body))
 
     def _drain(self, *, start: bool) -> None:
         try:

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+import msgspec
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.step_records import StepFailedError
@@ -54,6 +56,7 @@ from baton_protocol.engine_messages import (
 from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.options.config import EngineConfig
+from baton_protocol.process.health import Health
 
 logger = logging.getLogger(__name__)
 
@@ -244,53 +247,49 @@ class EngineCoreProc:
         """Return the result of the liveness probe. If `ok` is False, only a restart helps."""
         silence = time.monotonic() - self._heartbeat
         if self.state is State.FAILED:
-            return ProbeResult(False, "Failed", self._failure)
+            return ProbeResult(False, Health("Failed", self._failure))
         transfer = self._stats.kv_transfer
         if transfer is not None and transfer.failure:
-            return ProbeResult(False, "KVTransferFailed", transfer.failure)
+            return ProbeResult(False, Health("KVTransferFailed", transfer.failure))
         limit_s = (
             CALL_STUCK_AFTER_S
             if self._in_call
             else self.config.parallel.step_timeout_s + STUCK_MARGIN_S
         )
         if self.state is State.SERVING and silence > limit_s:
-            return ProbeResult(
-                False, "Stuck", f"the engine loop has not finished a step for {silence:.0f} s"
-            )
+            message = f"the engine loop has not finished a step for {silence:.0f} s"
+            return ProbeResult(False, Health("Stuck", message))
         if self.state is State.LOADING:
-            return ProbeResult(
-                True, "Loading", f"loading {self.config.model.path}", COUNTER.progress()
-            )
+            message = f"loading {self.config.model.path}"
+            return ProbeResult(True, Health("Loading", message, COUNTER.progress()))
         moved = transfer.bytes_moved if transfer is not None else {}
-        return ProbeResult(
-            True, self.state.value, f"instance {self.instance_id}", kv=self._kv, kv_bytes=moved
-        )
+        message = f"instance {self.instance_id}"
+        return ProbeResult(True, Health(self.state.value, message, kv=self._kv, kv_bytes=moved))
 
     def readiness(self) -> ProbeResult:
         """Return the result of the readiness probe: whether requests are accepted."""
         result = self._readiness()
         if self._suspended_at is None:
             return result
-        return replace(result, resumed_s=time.monotonic() - self._suspended_at)
+        resumed_s = time.monotonic() - self._suspended_at
+        return result._replace(body=msgspec.structs.replace(result.body, resumed_s=resumed_s))
 
     def _readiness(self) -> ProbeResult:
         health = self.health()
         if not health.ok:
             return health
         if self.state is State.LOADING:
-            return ProbeResult(False, "Loading", f"loading {self.config.model.path}")
+            return ProbeResult(False, Health("Loading", f"loading {self.config.model.path}"))
         if self.state is State.STOPPED or self._shutdown or self._stats.draining:
-            return ProbeResult(
-                False,
-                "Draining",
-                f"{self._stats.num_unfinished} requests and transfers are unfinished",
-            )
+            message = f"{self._stats.num_unfinished} requests and transfers are unfinished"
+            return ProbeResult(False, Health("Draining", message))
         if self._stats.sleep_level is not None:
             message = f"the engine sleeps at level {self._stats.sleep_level}; send POST /wake_up"
-            return ProbeResult(False, "Asleep", message)
+            return ProbeResult(False, Health("Asleep", message))
         if self._stats.paused:
-            return ProbeResult(False, "Paused", "the engine is paused; send POST /resume")
-        return ProbeResult(True, "Ready", f"instance {self.instance_id}")
+            message = "the engine is paused; send POST /resume"
+            return ProbeResult(False, Health("Paused", message))
+        return ProbeResult(True, Health("Ready", f"instance {self.instance_id}"))
 
     def stats(self) -> EngineStats:
         """Return the engine's stats after the last step."""
@@ -439,10 +438,7 @@ class EngineCoreProc:
         stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
         if stats.num_unfinished == 0:
             return True
-        # Paused requests do not end.
-        frozen = stats.paused and (
-            stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL
-        )
+        frozen = _is_frozen(core, stats)
         if self._shutdown is ShutdownKind.DRAIN and now < self._shutdown_deadline and not frozen:
             return False
         if frozen:
@@ -508,7 +504,7 @@ class EngineCoreProc:
         elif isinstance(payload, Abort):
             core.abort_requests(self._owners.ids_to_abort(payload))
         elif isinstance(payload, PrefillResult):
-            if self._owners.may_touch(payload.request_id, client):
+            if self._owners.may_act_on(payload.request_id, client):
                 core.add_prefill_result(payload)
         elif isinstance(payload, UtilityRequest):
             with self._calling():

@@ -31,7 +31,7 @@ class RequestOwners:
         """Record the client of an accepted request."""
         self._owners[request_id] = client
 
-    def may_touch(self, request_id: str, client: bytes) -> bool:
+    def may_act_on(self, request_id: str, client: bytes) -> bool:
         """Return whether a client may act on a request.
 
         A request without an owner has ended. Any client may act on its id, because the KV transfer
@@ -60,7 +60,7 @@ class RequestOwners:
         return [
             request_id
             for request_id in abort.request_ids
-            if self.may_touch(request_id, abort.client)
+            if self.may_act_on(request_id, abort.client)
         ]
 
     def take_aborts(self) -> list[str]:

@@ -6,19 +6,15 @@ model_spec.py        checkpoint, dtype, KV layout and compatibility hash of one 
 loaded_model.py      the weights of one rank: load, move to the host, drop, restore
 memory_profiling.py  how many KV blocks fit beside the largest step
 sleep.py             releases weights and KV memory, and restores them
-forward_runner.py    a forward by captured graph, by compiled pieces or layer by layer
-compilation_plan.py  which of these ways a configuration selects
 input_batch.py       the persistent batch and the tensors of a step
-sampled_tokens.py    the sampled tokens of a step, which may still be on their way to the host
 pipeline_stage.py    exchange of hidden states and routed experts with adjacent stages
-static_inputs.py     buffers at fixed addresses for captured graphs
-dummy_steps.py       steps without requests, for warm-up and memory profiling
 optional_outputs.py  prompt log-probabilities and routed experts of a step
 pooler.py            the vectors of prompts of a pooling model
 packed_weights.py    weights packed or quantized for a CPU
 devices.py           the device and the dtype
 kv_role_checks.py    settings with which workers cannot exchange KV blocks
 profiler.py          torch's profiler
+forward/             the forward by captured graph, by compiled pieces or layer by layer
 sampling/            logits processing, sampling, log-probabilities
 memory/              number of KV blocks, KV memory, the memory that peers access
 experts/             expert parallelism; an engine without it never imports this package

@@ -16,8 +16,8 @@ import torch
 from baton_engine.executor.step import CachedRequestData, NewRequestData
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.worker.devices import to_device
-from baton_engine.worker.sampled_tokens import BoolArray, Int64Array, SampledTokens
 from baton_engine.worker.sampling.logits_processing import SamplingInput
+from baton_engine.worker.sampling.sampled_tokens import BoolArray, Int64Array, SampledTokens
 from baton_protocol.pooling_params import PoolingParams
 from baton_protocol.sampling_params import SamplingParams
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from baton_engine.models.factory import load_model
 from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import Model
-from baton_engine.worker.compilation_plan import plan_compilation
-from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
+from baton_engine.worker.forward.compilation_plan import plan_compilation
+from baton_engine.worker.forward.forward_runner import ForwardRunner, graph_backend
 from baton_engine.worker.model_spec import ModelSpec
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import msgspec
 
-from baton_engine.worker import dummy_steps
+from baton_engine.worker.forward import dummy_steps
 from baton_engine.worker.memory.block_budget import blocks_on_cpu, blocks_on_gpu
 from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.model_runner import ModelRunner

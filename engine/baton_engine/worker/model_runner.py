@@ -22,9 +22,9 @@ from baton_engine.executor.step import (
     PendingOutput,
     SchedulerOutput,
 )
-from baton_engine.worker import dummy_steps
 from baton_engine.worker.devices import to_device
-from baton_engine.worker.forward_runner import ForwardRunner
+from baton_engine.worker.forward import dummy_steps
+from baton_engine.worker.forward.forward_runner import ForwardRunner
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.loaded_model import LoadedModel
 from baton_engine.worker.memory.freed_memory import keep_freed_memory
@@ -34,8 +34,8 @@ from baton_engine.worker.model_spec import ModelSpec
 from baton_engine.worker.optional_outputs import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.pipeline_stage import PipelineStage
 from baton_engine.worker.pooler import Pooler
-from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.sampling.logprobs import count_nans
+from baton_engine.worker.sampling.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.sampling.sampler import fallback_token, report_logprobs, sample
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
@@ -231,7 +231,7 @@ class ModelRunner:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """Sample a token for each request whose last token ran, or pool the tokens of the step.
 
-        The output also has the logprobs and routed experts for requests that ask for them.
+        The output also has the requested logprobs and routed experts.
 
         The sampled tokens are appended to the input batch of this worker. The scheduler sends the
         tokens only to other pipeline stages. Stages before the last return an empty output.
@@ -295,7 +295,7 @@ class ModelRunner:
             self.loaded.expert_steps.run_dummy_batch(kv.cache, step.wave_tokens)
 
     def _receive_routed_experts(self, scheduled: ScheduledRows) -> list[Tensor] | None:
-        """Return the routed experts of earlier stages. None: no request asks for routed experts."""
+        """Return the routed experts of earlier stages. None: no request needs them."""
         if not self._input_batch.wants_routed_experts[scheduled.rows].any():
             return None
         return self._stage.receive_routed_experts(scheduled.num_tokens)

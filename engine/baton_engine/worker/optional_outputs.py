@@ -1,6 +1,6 @@
 """Optional outputs of a step: log-probabilities of prompt tokens, and routed experts.
 
-The scheduler joins those of a request's steps in `RequestOutputs.join_optional_outputs`.
+`RequestOutputs.join_optional_outputs` in the scheduler joins the outputs of a request's steps.
 """
 
 from __future__ import annotations

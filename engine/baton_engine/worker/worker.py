@@ -78,7 +78,6 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._profiler: Profiler
         self._generations: Generations | None = None
-        self._kv_cache: torch.Tensor | None = None
         self._peer_memory: PeerMemory | None = None
         self._info: ModelInfo | None = None
         self._step: SchedulerOutput | None = None
@@ -147,7 +146,7 @@ class Worker:
             num_blocks: number of blocks on the device.
             num_swap_blocks: number of host blocks for swapped requests.
         """
-        self._kv_cache = self._loaded.allocate_kv_cache(num_blocks, num_swap_blocks)
+        self._loaded.allocate_kv_cache(num_blocks, num_swap_blocks)
         spec, model = self._loaded.spec, self._loaded.spec.model_config
         self._info = ModelInfo(
             num_blocks=num_blocks,
@@ -217,10 +216,10 @@ class Worker:
         """
         if self.connector is None:
             return
-        assert self._kv_cache is not None, "initialize_cache() first"
-        layout = self._loaded.spec.kv_cache_layout(self.model_info().num_blocks)
+        kv = self._loaded.kv
+        assert kv is not None, "initialize_cache() first"
         try:
-            self._peer_memory = self.make_peer_memory(self._kv_cache, layout)
+            self._peer_memory = self.make_peer_memory(kv.cache, kv.layout)
             self.connector.register_kv_cache(self._peer_memory.memory, list(ranks))
         except ValueError as error:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error

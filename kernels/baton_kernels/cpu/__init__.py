@@ -104,13 +104,8 @@ def _register_fakes() -> None:
     def _(gate_up: Tensor) -> Tensor:
         return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
-    @fake("write_kv")
-    def _(*arguments: object) -> None:
-        return None
-
-    @fake("paged_attention")
-    def _(*arguments: object) -> None:
-        return None
+    for name in ("write_kv", "paged_attention"):  # they write into an argument
+        fake(name)(lambda *arguments: None)
 
     @fake("linear")
     def _(x: Tensor, panels: Tensor, out_features: int, bias: Tensor | None) -> Tensor:

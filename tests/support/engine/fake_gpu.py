@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker import model_runner
 from baton_engine.worker.model_runner import ModelRunner
-from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
+from baton_engine.worker.sampling.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.worker import Worker
 
 T = TypeVar("T")

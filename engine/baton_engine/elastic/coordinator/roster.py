@@ -124,7 +124,7 @@ class Roster:
         self.living = {each: alive[each].status for each in latest.values()}
         self.replaced = alive.keys() - self.living.keys()
 
-    def of_name(self, name: str) -> Rank | None:
+    def find_by_name(self, name: str) -> Rank | None:
         """Return the living instance of this name, else the latest instance, else None."""
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
         return max(

@@ -214,7 +214,7 @@ class TopologyPlanner:
         return Need("scale", wanted, members, missing)
 
     def _leaves(self, name: str) -> bool:
-        rank = self.roster.of_name(name)
+        rank = self.roster.find_by_name(name)
         return rank is not None and rank.status.leaving
 
     def _shape(self) -> tuple[int, int]:

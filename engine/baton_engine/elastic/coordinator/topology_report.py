@@ -22,7 +22,7 @@ def topology_status(
 
 
 def member_statuses(planner: TopologyPlanner, now: float) -> list[MemberStatus]:
-    """Return the statuses of all registered instances, first those of the present generation."""
+    """Return the statuses of all registered instances. The present generation comes first."""
     roster, present = planner.roster, planner.present
     ranks = (
         {}

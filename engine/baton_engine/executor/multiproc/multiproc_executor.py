@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from baton_engine.distributed.store.store_server import StoreServer, open_store
-from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
+from baton_engine.executor.base import ModelInfo, WorkerDiedError
 from baton_engine.executor.commands import (
     Answer,
     Call,
@@ -37,15 +37,15 @@ from baton_engine.executor.commands import (
     Wakeup,
 )
 from baton_engine.executor.cpu_binding import bindings
-from baton_engine.executor.futures import reject, resolve
+from baton_engine.executor.futures import reject, resolve, wait_for_answers
 from baton_engine.executor.multiproc.connector_outputs import OutputAggregator
 from baton_engine.executor.multiproc.interrupts import InterruptPipes
 from baton_engine.executor.multiproc.shm_ring import RingMemory, RingWriter
 from baton_engine.executor.multiproc.worker_processes import WorkerProcesses
+from baton_engine.executor.remote_executor import RemoteExecutor
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
     initialize_workers,
-    num_concurrent_batches,
     output_rank,
     share_threads,
 )
@@ -66,7 +66,7 @@ LOOPBACK = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
-class MultiprocExecutor(Executor):
+class MultiprocExecutor(RemoteExecutor):
     """Runs one worker process per rank on this host."""
 
     watches_steps = True
@@ -76,8 +76,6 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
-        self.max_concurrent_batches = num_concurrent_batches(config)
-        self._world_size = config.parallel.world_size
         self._step_timeout_s = config.parallel.step_timeout_s
         self._memory = RingMemory.create(self._world_size, RING_SLOTS, SLOT_NBYTES)
         self._processes: WorkerProcesses | None = None
@@ -87,21 +85,14 @@ class MultiprocExecutor(Executor):
         self._send_lock = threading.Lock()
         self._step_numbers = itertools.count()
         self._call_ids = itertools.count()
-        #: Guards the fields below. The engine's thread adds steps and calls. The thread of
-        #: `WorkerProcesses` completes them.
-        self._lock = threading.Lock()
         self._started: Future[None] = Future()
         self._num_started = 0
-        #: Steps in flight, oldest first.
+        #: Steps in flight, oldest first. `_lock` guards steps and calls: the engine's thread adds
+        #: them, and the thread of `WorkerProcesses` completes them.
         self._steps: deque[_Step] = deque()
         #: Used by the thread of `WorkerProcesses` only.
         self._transfers = OutputAggregator(self._world_size)
         self._calls: dict[int, _PendingCall] = {}
-        #: The error after which no step can run.
-        self._failure: Exception | None = None
-        self._died = False
-        self._on_failure: Callable[[str], None] | None = None
-        self._stopping = False
         #: Set when a worker has died or the executor shuts down, which ends `_watch_for_stalls`.
         self._ended = threading.Event()
 
@@ -176,14 +167,7 @@ class MultiprocExecutor(Executor):
             self._calls[command.call_id] = call
         try:
             self._send(command)
-            return call.future.result(timeout_s)
-        except TimeoutError:
-            if call.future.done():  # ended after the timeout, or a worker raised TimeoutError
-                return call.future.result()
-            missing = [rank for rank in range(self._world_size) if rank not in call.results]
-            raise TimeoutError(
-                f"{method} was not answered within {timeout_s} s by worker {missing}"
-            ) from None
+            return wait_for_answers(call.future, timeout_s, method, self._world_size, call.results)
         finally:
             with self._lock:
                 del self._calls[command.call_id]
@@ -191,13 +175,6 @@ class MultiprocExecutor(Executor):
     def interrupt(self, nonce: str = "") -> None:
         if self._interrupts is not None:
             self._interrupts.send(nonce)
-
-    def set_failure_callback(self, callback: Callable[[str], None]) -> None:
-        with self._lock:
-            self._on_failure = callback
-            already = self._failure if self._died else None
-        if already is not None:
-            callback(str(already))
 
     def connector_stats(self) -> ConnectorStats | None:
         if self.config.kv_transfer.role is KVRole.NONE:
@@ -301,23 +278,13 @@ class MultiprocExecutor(Executor):
             logger.error("%s; the engine stops, because it cannot run steps without it", reason)
             self._fail(WorkerDiedError(reason), died=True)
 
-    def _fail(self, error: Exception, *, died: bool) -> None:
-        """Fail all pending and later steps. If a worker has died (`died`), fail calls as well."""
-        with self._lock:
-            self._failure = self._failure or error
-            callback = self._on_failure if died and not self._died and not self._stopping else None
-            self._died = self._died or died
-            if self._died:
-                self._ended.set()
-            futures: list[Future[Any]] = [step.future for step in self._steps]
-            self._steps.clear()
-            if died:
-                futures += [call.future for call in self._calls.values()]
-                futures.append(self._started)
-        for future in futures:
-            reject(future, error)
-        if callback is not None:
-            callback(str(error))
+    def _take_pending(self, died: bool) -> list[Future[Any]]:
+        pending: list[Future[Any]] = [step.future for step in self._steps]
+        self._steps.clear()
+        if died:
+            self._ended.set()
+            pending += [self._started, *(call.future for call in self._calls.values())]
+        return pending
 
     def _watch_for_stalls(self) -> None:
         """Fail the engine if a worker neither answers nor ends, for example after SIGSTOP."""

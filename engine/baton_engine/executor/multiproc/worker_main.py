@@ -56,12 +56,12 @@ class WorkerProcess:
     def __init__(self, start: StartWorker, connection: Connection) -> None:
         self._start = start
         self._connection = connection
-        self._send_lock = threading.Lock()  # the threads of connector and results send, too
+        self._send_lock = threading.Lock()  # the connector and `_results` send in other threads
         self._commands = RingReader(
             RingMemory(start.ring_fd, *start.ring_geometry), start.rank, connection
         )
         self._worker: Any = None  # of the class that the configuration names
-        #: Set by the thread of `_results`, too.
+        #: Whether a step has failed. The thread of `_results` may set it.
         self._step_failed = False
         #: Waits for pending tokens and sends the results of steps, in order.
         self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="results")

@@ -148,7 +148,7 @@ class WorkerProcesses:
                     os.close(fd)
                     while self.connections[rank].poll() and self._receive(rank):
                         pass
-                    self._on_death(rank, _obituary(rank, self._processes[rank]))
+                    self._on_death(rank, _how_it_ended(rank, self._processes[rank]))
 
     def _receive(self, rank: int) -> bool:
         """Receive one answer of a worker and pass it to `on_answer`.
@@ -170,7 +170,8 @@ def _set_send_timeout(connection: Connection, timeout_s: float) -> None:
         same_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
-def _obituary(rank: int, process: subprocess.Popen[bytes]) -> str:
+def _how_it_ended(rank: int, process: subprocess.Popen[bytes]) -> str:
+    """Return how a worker process ended: by a signal or with an exit code."""
     code = process.wait()  # it has ended
     who = _name(rank, process)
     if code < 0:

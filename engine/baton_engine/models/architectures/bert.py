@@ -15,13 +15,13 @@ from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
 from baton_engine.models.checkpoint.sharding import (
     ALONE,
     Part,
-    WeightTarget,
     WeightTargets,
-    shard,
     split,
+    whole_targets,
 )
+from baton_engine.models.classifier import Classifier
 from baton_engine.models.forward_context import current_context
-from baton_engine.models.layers import Classifier, Model, VocabParallelEmbedding
+from baton_engine.models.layers import Model, VocabParallelEmbedding
 from baton_engine.models.operators import attend_to_prompt
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.registry import register
@@ -39,7 +39,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        return _whole(prefix, {"weight": self.weight, "bias": self.bias})
+        return whole_targets(prefix, {"weight": self.weight, "bias": self.bias})
 
 
 class BertEmbeddings(nn.Module):
@@ -69,7 +69,7 @@ class BertEmbeddings(nn.Module):
         }
         return (
             self.word_embeddings.weight_targets(f"{prefix}.word_embeddings")
-            | _whole(prefix, tables)
+            | whole_targets(prefix, tables)
             | self.norm.weight_targets(f"{prefix}.LayerNorm")
         )
 
@@ -119,7 +119,7 @@ class BertHead(nn.Module):
         return self.classifier(torch.tanh(linear(pooled, self.weight, self.bias)))
 
     def weight_targets(self, prefix: str) -> WeightTargets:
-        dense = _whole(f"{prefix}.pooler.dense", {"weight": self.weight, "bias": self.bias})
+        dense = whole_targets(f"{prefix}.pooler.dense", {"weight": self.weight, "bias": self.bias})
         return dense | self.classifier.weight_targets("classifier")
 
 
@@ -129,8 +129,6 @@ class BertModel(Model):
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
         super().__init__(config, parallel)
-        own = shard(config, parallel)
-        self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
         self.layers = nn.ModuleList(BertLayer(config, parallel.tensor) for _ in self.layer_ids)
         self.embeddings = (
             BertEmbeddings(config, parallel.tensor) if parallel.is_first_stage else None
@@ -192,11 +190,3 @@ class BertForMaskedLM(BertModel):
 @register
 class BertForSequenceClassification(BertModel):
     """BERT as a cross-encoder, which scores a pair of texts."""
-
-
-def _whole(prefix: str, parameters: dict[str, nn.Parameter]) -> WeightTargets:
-    """Return the targets of tensors that every rank holds whole."""
-    return {
-        f"{prefix}.{name}": WeightTarget(each, tuple(each.shape))
-        for name, each in parameters.items()
-    }

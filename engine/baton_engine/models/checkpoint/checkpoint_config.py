@@ -29,8 +29,8 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # in 
 
 Json = dict[str, Any]  # not validated yet
 
-#: Largest accepted sizes, some times those of the largest known models. They bound the modules that
-#: are created before the weights are compared with them.
+#: Largest accepted sizes: several times the sizes of the largest known models. They limit the
+#: modules that are created before the shapes of the weights are checked.
 _LARGEST = {
     "num_hidden_layers": 1024,
     "hidden_size": 2**18,
@@ -176,10 +176,7 @@ def load_checkpoint_config(
         is_encoder=parsed.is_encoder,
         label_tokens=label_tokens or config.get("classifier_from_token") or (),
     )
-    has_classifier = (
-        pooling is not None and pooling.task is Task.CLASSIFY and not pooling.label_token_ids
-    )
-    if has_classifier and parsed.num_labels != 1:
+    if pooling is not None and pooling.has_classifier and parsed.num_labels != 1:
         raise ModelInvalid(
             f"{path / CONFIG_FILE}: the classifier has {parsed.num_labels} labels (id2label); only "
             "classifiers with one label, which score pairs of texts, are supported"

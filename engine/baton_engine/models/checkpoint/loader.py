@@ -159,7 +159,7 @@ def read_slices(
     targets: Mapping[str, WeightTarget],
     *,
     show_progress: bool = False,
-) -> int:
+) -> None:
     """Copy slices of a checkpoint's tensors into parameters. Only these slices are read.
 
     Values are converted to the dtype of the parameter.
@@ -168,9 +168,6 @@ def read_slices(
         entries: all tensors of the checkpoint, from `read_tensor_index`.
         targets: for each tensor name, the slice to read and the parameter to fill.
         show_progress: whether to show a progress bar of the bytes read on stderr.
-
-    Returns:
-        The number of bytes read.
 
     Raises:
         ModelInvalid: a tensor, named in the message with its file, cannot be read.
@@ -194,7 +191,6 @@ def read_slices(
         COUNTER.begin(total)
         for file, names in by_file.items():
             _load_file(file, names, targets, progress)
-    return total
 
 
 def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget]) -> None:

@@ -53,6 +53,11 @@ class PoolingConfig:
     #: A classifier by tokens: the score is the probability of the second token against the first.
     label_token_ids: tuple[int, ...] = ()
 
+    @property
+    def has_classifier(self) -> bool:
+        """Whether the checkpoint has an output layer with one logit per label."""
+        return self.task is Task.CLASSIFY and not self.label_token_ids
+
 
 def load_pooling_config(
     path: Path,

@@ -7,6 +7,7 @@ checkpoint's tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,15 @@ class WeightTarget:
 
 
 WeightTargets = dict[str, WeightTarget]  # by the tensor's name in the checkpoint
+
+
+def whole_targets(prefix: str, parameters: Mapping[str, Tensor | None]) -> WeightTargets:
+    """Return the targets of parameters that every rank holds whole. None is left out."""
+    return {
+        f"{prefix}.{name}": WeightTarget(each, tuple(each.shape))
+        for name, each in parameters.items()
+        if each is not None
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
 from baton_engine.models.layers import Model
-from baton_engine.worker import dummy_steps
-from baton_engine.worker.forward_runner import ForwardRunner
+from baton_engine.worker.forward import dummy_steps
+from baton_engine.worker.forward.forward_runner import ForwardRunner
 
 
 class ExpertSteps:

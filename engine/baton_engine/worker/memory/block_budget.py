@@ -164,7 +164,7 @@ def _pinned_bytes(nbytes: int) -> int:
 
 
 def _host_settings(cache: CacheConfig) -> list[str]:
-    """Return the names of the settings that ask for host blocks."""
+    """Return the names of the settings that reserve host blocks."""
     names = ("swap_memory_bytes", "offload_memory_bytes")
     return [f"cache.{name}" for name in names if getattr(cache, name)]
 

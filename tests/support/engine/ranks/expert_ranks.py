@@ -19,10 +19,10 @@ from baton_engine.models.checkpoint.sharding import ALONE
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.layers import CausalLM
-from baton_engine.worker.dummy_steps import no_batch
 from baton_engine.worker.experts.expert_weights import ExpertForm, ExpertStore
 from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
+from baton_engine.worker.forward.dummy_steps import no_batch
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_protocol.topology import Generation, Placement, TopologyMember
 from support.engine.model_cases import (

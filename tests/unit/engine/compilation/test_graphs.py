@@ -13,7 +13,7 @@ import torch
 from baton_engine import LLM, SamplingParams
 from baton_engine.compilation.graphs import CudaGraphs
 from baton_engine.random_checkpoint import create_checkpoint
-from baton_engine.worker import forward_runner
+from baton_engine.worker.forward import forward_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CompilationConfig, EngineConfig, ModelConfig
 from support.engine.fake_gpu import RecordedRuns

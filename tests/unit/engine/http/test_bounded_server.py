@@ -16,6 +16,7 @@ from baton_engine.fetch import fetch_progress
 from baton_engine.http import bounded_server
 from baton_engine.server.access import Access
 from baton_engine.server.admin_server import AdminServer, DrainStatus, ProbeResult
+from baton_protocol.process.health import Health
 from baton_protocol.service_key import AdminRequest, ServiceKey
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 from support.waiting import eventually
@@ -50,7 +51,7 @@ class Engine:
     """An engine that is ready."""
 
     def health(self) -> ProbeResult:
-        return ProbeResult(True, "Serving", "")
+        return ProbeResult(True, Health("Serving", ""))
 
     def readiness(self) -> ProbeResult:
         return self.health()

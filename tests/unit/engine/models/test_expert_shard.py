@@ -21,8 +21,8 @@ from baton_engine.models.expert_shard import ExpertShard, LayerPlacement, uses_m
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
 from baton_engine.random_checkpoint import create_checkpoint
-from baton_engine.worker.dummy_steps import no_batch
 from baton_engine.worker.experts.expert_weights import ExpertForm
+from baton_engine.worker.forward.dummy_steps import no_batch
 from baton_engine.worker.packed_weights import quantize_weights
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.reference import run_experts_reference

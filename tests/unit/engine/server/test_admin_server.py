@@ -22,7 +22,7 @@ from baton_engine.server.access import LOG_INTERVAL_S, Access
 from baton_engine.server.admin_server import AdminCallPending, AdminServer, DrainStatus, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.process import metrics_text
-from baton_protocol.process.health import LoadProgress
+from baton_protocol.process.health import Health, LoadProgress
 from baton_protocol.service_key import AdminRequest, ServiceKey
 from support.waiting import eventually
 
@@ -34,10 +34,10 @@ class FakeAdmin:
     called: tuple[str, Mapping[str, Sequence[str]]] | None = None
 
     def health(self) -> ProbeResult:
-        return ProbeResult(True, "Serving", "")
+        return ProbeResult(True, Health("Serving", ""))
 
     def readiness(self) -> ProbeResult:
-        return ProbeResult(False, "Loading", "loading x", LoadProgress(1, 4))
+        return ProbeResult(False, Health("Loading", "loading x", LoadProgress(1, 4)))
 
     def drain_status(self, *, start: bool) -> DrainStatus:
         return DrainStatus(start, 0)
@@ -119,13 +119,13 @@ def test_health_reports_the_kv_compatibility(server, admin) -> None:
         version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD",
         block_size=16, num_layers=2, num_kv_heads=4, head_dim=8, transport="ucx",
     )  # fmt: skip
-    admin.health = lambda: ProbeResult(True, "Serving", "", kv=kv)
+    admin.health = lambda: ProbeResult(True, Health("Serving", "", kv=kv))
     status, body = ask(server, "GET", "/health")
     assert (status, body["kv"]) == (200, msgspec.to_builtins(kv))
 
 
 def test_health_reports_the_kv_bytes_of_every_transport(server, admin) -> None:
-    admin.health = lambda: ProbeResult(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
+    admin.health = lambda: ProbeResult(True, Health("Serving", "", kv_bytes={"ucx tcp/lo": 7}))
     assert ask(server, "GET", "/health")[1]["kv_bytes"] == {"ucx tcp/lo": 7}
 
 

@@ -178,9 +178,9 @@ def test_the_time_since_a_sleep_counts_from_the_end_of_the_wake_up(monkeypatch) 
         proc.run_admin_call("sleep", {"level": ["1"]})
         proc.run_admin_call("wake_up", {})
         ready = proc.readiness()
-        assert (ready.ok, ready.reason) == (True, "Ready")
-        assert ready.resumed_s is not None
-        assert time.monotonic() - ready.resumed_s >= woken_at > 0
+        assert (ready.ok, ready.body.reason) == (True, "Ready")
+        assert ready.body.resumed_s is not None
+        assert time.monotonic() - ready.body.resumed_s >= woken_at > 0
     finally:
         proc.request_shutdown()
         thread.join(DEADLINE_S)

@@ -14,8 +14,8 @@ from baton_engine.executor.startup import refuse_expert_parallel
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.random_checkpoint import create_checkpoint
-from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.experts.config_checks import check_expert_parallel
+from baton_engine.worker.forward.compilation_plan import plan_compilation
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.worker import Worker
 from baton_protocol.options.config import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine.worker.sampled_tokens import SampledTokens
+from baton_engine.worker.sampling.sampled_tokens import SampledTokens
 from support.engine.fake_gpu import GPUTensor
 
 

@@ -20,10 +20,10 @@ class CompilationPlan:
     #: none, eager (traced and cut into pieces that run operator by operator) or inductor.
     mode: str
     #: Whether `mode` is configured explicitly. A failure is then an error, not a warning.
-    compilation_is_asked_for: bool
+    compilation_is_explicit: bool
     cudagraph_mode: CudagraphMode
     #: Whether `cudagraph_mode` is configured explicitly. A failure is then an error, not a warning.
-    graphs_are_asked_for: bool
+    graphs_are_explicit: bool
     #: Numbers of tokens for which graphs are captured, ascending.
     capture_sizes: tuple[int, ...]
     #: Numbers of tokens for which the model is compiled separately, ascending.
@@ -73,9 +73,9 @@ def plan_compilation(
         capture_sizes = tuple(default_capture_sizes(scheduler.max_num_seqs, budget))
     return CompilationPlan(
         mode=mode,
-        compilation_is_asked_for=given.mode != "auto",
+        compilation_is_explicit=given.mode != "auto",
         cudagraph_mode=cudagraph_mode,
-        graphs_are_asked_for=given.cudagraph_mode != "auto",
+        graphs_are_explicit=given.cudagraph_mode != "auto",
         capture_sizes=() if cudagraph_mode is CudagraphMode.NONE else tuple(sorted(capture_sizes)),
         compile_sizes=() if mode == "none" else tuple(sorted(given.compile_sizes)),
         cache_dir=container_path(given.cache_dir) if given.cache_dir else None,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
-from baton_engine.worker.forward_runner import ForwardRunner
+from baton_engine.worker.forward.forward_runner import ForwardRunner
 from baton_engine.worker.sampling.sampler import SamplingInput, sample
 from baton_kernels.sampling import greedy
 from baton_protocol.sampling_params import SamplingParams

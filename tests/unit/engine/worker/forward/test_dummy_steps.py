@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton_engine.worker import dummy_steps
+from baton_engine.worker.forward import dummy_steps
 
 
 def test_warm_up_steps_are_within_the_limits_of_a_step() -> None:

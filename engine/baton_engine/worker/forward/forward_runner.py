@@ -30,8 +30,8 @@ from baton_engine.models.forward_context import ForwardBatch, RunPiece, forward_
 from baton_engine.models.fused_layers import FusedModel
 from baton_engine.models.layers import Model
 from baton_engine.models.operators import SPLITTING
-from baton_engine.worker.compilation_plan import CompilationPlan
-from baton_engine.worker.static_inputs import StaticInputs
+from baton_engine.worker.forward.compilation_plan import CompilationPlan
+from baton_engine.worker.forward.static_inputs import StaticInputs
 
 logger = logging.getLogger(__name__)
 INT32_MAX = 2**31 - 1
@@ -141,7 +141,7 @@ class ForwardRunner:
             for num_tokens in (size, *self.plan.compile_sizes):
                 self._run_static(inputs, BatchDescriptor(num_tokens), kv_cache)
         except Exception:
-            if self.plan.compilation_is_asked_for:
+            if self.plan.compilation_is_explicit:
                 raise
             logger.warning(
                 "torch.compile failed, so the model runs without it, more slowly", exc_info=True
@@ -207,7 +207,7 @@ class ForwardRunner:
             self._capture_all(wanted, kv_cache)
         except Exception:
             self.drop_graphs()
-            if self.plan.graphs_are_asked_for:
+            if self.plan.graphs_are_explicit:
                 raise
             logger.warning(
                 "CUDA graphs could not be captured, so steps run without them, more slowly",

@@ -16,7 +16,7 @@ from baton_engine.models.checkpoint.checkpoint_config import (
 )
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.random_checkpoint import create_checkpoint
-from baton_engine.worker.compilation_plan import (
+from baton_engine.worker.forward.compilation_plan import (
     CompilationPlan,
     default_capture_sizes,
     plan_compilation,
