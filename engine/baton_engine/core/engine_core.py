@@ -1,9 +1,9 @@
 """EngineCore takes requests as token ids and runs steps: schedule, execute, sample, update.
 
-`step` starts a step and finishes the same step. Some executors hold several batches, for pipeline
-stages or asynchronous scheduling. With such an executor, `step_with_batch_queue` starts one step
-and finishes the oldest. It schedules the next step while the previous step runs. The `with` block
-of a StepRecord measures a step, and writes a crash dump if the step fails.
+`step` starts a step and finishes it. Some executors hold several batches, for pipeline stages or
+asynchronous scheduling. With such an executor, `step_with_batch_queue` starts a step and finishes
+the oldest, so that it schedules the next step while the previous step runs. The `with` block of a
+StepRecord measures a step, and writes a crash dump if the step fails.
 
 This module uses no sockets and no processes.
 """
@@ -20,7 +20,7 @@ from baton_engine.core.step_records import StepRecord, StepRecords
 from baton_engine.core.utility_methods import UtilityMethods
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import ModelRunnerOutput
-from baton_engine.executor.step_results import StepResults
+from baton_engine.executor.step_waiter import StepWaiter
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.scheduling.request_limits import RequestRefusedError, refusal_of
@@ -76,7 +76,7 @@ class EngineCore(UtilityMethods):
         self.executor = executor
         self.request_metrics = request_metrics or RequestMetrics()
         self._take_aborts = take_aborts
-        self._results = StepResults(executor, config.parallel.step_timeout_s, on_executor_failure)
+        self._waiter = StepWaiter(executor, config.parallel.step_timeout_s, on_executor_failure)
         self.info = executor.initialize()
         self._structured_output = StructuredOutputManager(
             container_path(config.model.path),
@@ -119,44 +119,48 @@ class EngineCore(UtilityMethods):
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule a step, run it, update the scheduler and return the outputs for clients."""
+        """Run a step to its end, and return the outputs for clients."""
         runs = self._can_step()
         if runs:
-            with self._records.begin() as record:
-                step = record.on_scheduled(self.scheduler.schedule())
-                self.executor.execute_model(step)
-                grammar = self.scheduler.grammar_output(step)  # while the model runs
-                output = self._results.wait(self.executor.sample_tokens(grammar))
-                self._update(record, output)
+            self._start_step()
+            self._finish_oldest()
             self._pause.advance()
         return self._end_step(runs)
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step if the queue has room, finish the oldest and return the outputs for clients.
+        """Start a step unless the queue is full, finish the oldest and return the outputs.
 
-        If the queue has room for another step and the oldest step still runs, the call returns
-        without waiting. The next call then starts another step.
+        If a step with content has started, the queue has room for another and the oldest step still
+        runs, the call returns without waiting. The next call then starts another step.
 
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
-        has_content = False
-        if self._can_step() and self._has_room:
-            with self._records.begin() as record:
-                step = record.on_scheduled(self.scheduler.schedule())
-                has_content = bool(step.reaches_model_runner or step.connector)
-                # If all requests are in flight, an empty step would only collect completed
-                # transfers, as the steps in flight already do.
-                if has_content or not self._in_flight:
-                    self.executor.execute_model(step)
-                    grammar = self.scheduler.grammar_output(step)  # while the model runs
-                    record.output = self.executor.sample_tokens(grammar)
-                    self._in_flight.append(record)
-        steps = bool(self._in_flight)
-        may_start_another = has_content and self._has_room and not self._in_flight[0].output.done()
-        if steps and not may_start_another:
+        started = self._can_step() and self._has_room and self._start_step()
+        runs = bool(self._in_flight)
+        may_start_another = started and self._has_room and not self._in_flight[0].output.done()
+        if runs and not may_start_another:
             self._finish_oldest()
             self._pause.advance()
-        return self._end_step(steps, must_continue=bool(self._in_flight))
+        return self._end_step(runs, must_continue=bool(self._in_flight))
+
+    def _start_step(self) -> bool:
+        """Schedule a step, and execute it without waiting for its output.
+
+        A step without content collects ended transfers. It is dropped if another step is in flight,
+        because that step collects them too.
+
+        Returns:
+            Whether the step has content: work for the model runner, or metadata for the connector.
+        """
+        with self._records.begin() as record:
+            step = record.on_scheduled(self.scheduler.schedule())
+            has_content = bool(step.reaches_model_runner or step.connector)
+            if has_content or not self._in_flight:
+                self.executor.execute_model(step)
+                grammar = self.scheduler.grammar_output(step)  # while the model runs
+                record.output = self.executor.sample_tokens(grammar)
+                self._in_flight.append(record)
+        return has_content
 
     def finish_steps(self) -> None:
         """Wait for all steps in flight. `take_outputs()` then returns their outputs."""
@@ -166,7 +170,7 @@ class EngineCore(UtilityMethods):
     def _finish_oldest(self) -> None:
         """Wait for the output of the oldest step, and update the scheduler with it."""
         with self._in_flight.popleft() as record:
-            self._update(record, self._results.wait(record.output))
+            self._update(record, self._waiter.wait(record.output))
 
     def _update(self, record: StepRecord, output: ModelRunnerOutput) -> None:
         """Apply aborts that arrived while the model ran, then the output of the step."""

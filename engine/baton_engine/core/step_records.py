@@ -30,10 +30,9 @@ class StepFailedError(RuntimeError):
 class StepRecord:
     """The record of one step: its durations, and a crash dump if it fails.
 
-    All parts of a step run in a `with` block of its record. A step that finishes in a later call
-    has two blocks. If a block fails, it writes a crash dump and raises StepFailedError. Exceptions
-    after which the engine continues pass unchanged. The block that sets `outputs` adds the step to
-    the metrics and the log.
+    A step starts in one `with` block of its record, and finishes in another. If a block fails, it
+    writes a crash dump and raises StepFailedError. Exceptions after which the engine continues pass
+    unchanged. The block that sets `outputs` adds the step to the metrics and the log.
     """
 
     __slots__ = (
@@ -53,7 +52,7 @@ class StepRecord:
     schedule_s: float
     #: `time.monotonic()` when the step was sent to the executor.
     started: float
-    #: Output of the model, for a step that finishes in a later call.
+    #: Output of the model.
     output: Future[ModelRunnerOutput]
 
     def __init__(self, records: StepRecords) -> None:

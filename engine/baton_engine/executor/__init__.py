@@ -10,6 +10,6 @@ startup            loads the model on new workers and allocates the KV cache, fo
 commands           messages between an executor and its worker processes
 cpu_binding        the CPU cores of each worker
 remote_executor    the common part of multiproc and ray: the failure of a worker
-step_results       waits for the results of a step, with a timeout
+step_waiter        waits for the results of a step, with a timeout
 futures            completes futures, and waits for the answers of workers
 """

@@ -76,7 +76,7 @@ class Executor(abc.ABC):
     #: asynchronous scheduling.
     max_concurrent_batches: int = 1
     #: Whether the executor fails a step that takes longer than `parallel.step_timeout_s`. If False,
-    #: `StepResults` fails the step.
+    #: `StepWaiter` fails the step.
     watches_steps: bool = False
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:

@@ -423,7 +423,7 @@ class DPEngineCore(EngineCore):
                 with record:
                     self.executor.execute_model(step)
                     grammar = self.scheduler.grammar_output(step)  # while the model runs
-                    self._update(record, self._results.wait(self.executor.sample_tokens(grammar)))
+                    self._update(record, self._waiter.wait(self.executor.sample_tokens(grammar)))
             except GroupBrokenError as error:
                 self.scheduler.discard(step)
                 self._break(str(error))

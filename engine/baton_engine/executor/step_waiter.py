@@ -13,7 +13,7 @@ from baton_engine.executor.step import ModelRunnerOutput
 _FAILURE_CHECK_S = 0.5
 
 
-class StepResults:
+class StepWaiter:
     """Waits for the results of an executor's steps."""
 
     def __init__(
