@@ -217,6 +217,9 @@ class ConnectorStats(msgspec.Struct):
 class KVConnectorWorker(abc.ABC):
     """The worker side of the KV connector: owns the transfer agent and a thread.
 
+    In vLLM's `KVConnectorBase_V1`, `start` is called `start_load_kv`. `save` is `save_kv_layer` for
+    all layers of a step.
+
     The engine's thread calls all methods. Only `register_kv_cache` and `shutdown` may block.
     """
 

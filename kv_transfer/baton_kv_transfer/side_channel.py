@@ -33,6 +33,8 @@ generation 0 ends every load of the transfer.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -215,42 +217,7 @@ class Refused(_Message):
 ToProducer = Hello | Describe | Subscribe | Release | Heartbeat
 ToConsumer = Welcome | Description | Publish | Pending | Released | Cancelled | Refused
 
-_encoder = msgspec.msgpack.Encoder()
-_to_producer: msgspec.msgpack.Decoder[ToProducer] = msgspec.msgpack.Decoder(ToProducer)
-_to_consumer: msgspec.msgpack.Decoder[ToConsumer] = msgspec.msgpack.Decoder(ToConsumer)
-_notification: msgspec.msgpack.Decoder[Publish] = msgspec.msgpack.Decoder(Publish)
 _T = TypeVar("_T")
-
-
-def encode(message: ToProducer | ToConsumer) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_producer(frame: bytes) -> ToProducer:
-    """Decode a frame that contains a message for a producer.
-
-    Raises:
-        msgspec.DecodeError: the frame is malformed, or contains another message.
-    """
-    return _decode(_to_producer, frame)
-
-
-def decode_to_consumer(frame: bytes) -> ToConsumer:
-    """Decode a frame that contains a message for a consumer.
-
-    Raises:
-        msgspec.DecodeError: the frame is malformed, or contains another message.
-    """
-    return _decode(_to_consumer, frame)
-
-
-def decode_notification(message: bytes) -> Publish:
-    """Decode the notification of a producer's write, which is a PUBLISH.
-
-    Raises:
-        msgspec.DecodeError: the bytes are not a PUBLISH.
-    """
-    return _decode(_notification, message)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
@@ -258,3 +225,18 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
         return decoder.decode(frame)
     except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not convert these two
         raise msgspec.DecodeError(str(error)) from error
+
+
+encode: Callable[[ToProducer | ToConsumer], bytes] = msgspec.msgpack.Encoder().encode
+
+# These functions decode one message. They raise msgspec.DecodeError if the bytes are malformed, or
+# contain a message of another kind. The notification of a producer's write is a PUBLISH.
+decode_to_producer: Callable[[bytes], ToProducer] = functools.partial(
+    _decode, msgspec.msgpack.Decoder(ToProducer)
+)
+decode_to_consumer: Callable[[bytes], ToConsumer] = functools.partial(
+    _decode, msgspec.msgpack.Decoder(ToConsumer)
+)
+decode_notification: Callable[[bytes], Publish] = functools.partial(
+    _decode, msgspec.msgpack.Decoder(Publish)
+)

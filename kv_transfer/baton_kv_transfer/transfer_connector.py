@@ -12,8 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -40,13 +39,6 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 MAX_SLEEP_S = 1.0
-
-
-class _Command(NamedTuple):
-    """A call of `start` or `save` that the connector's thread carries out."""
-
-    run: Callable[[ConnectorMetadata], None]
-    metadata: ConnectorMetadata
 
 
 class TransferConnector(KVConnectorWorker):
@@ -98,7 +90,10 @@ class TransferConnector(KVConnectorWorker):
         #: Keys of `_count_bytes` that were logged.
         self._logged_transports: set[str] = set()
         self._lock = threading.Lock()
-        self._commands: deque[_Command] = deque()
+        #: Calls of `start` and `save` that the connector's thread carries out: method, argument.
+        self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = (
+            deque()
+        )
         self._output = ConnectorOutput()
         self._stats = ConnectorStats()
         self._user_wakeup: Callable[[], None] = lambda: None
@@ -173,7 +168,7 @@ class TransferConnector(KVConnectorWorker):
         for load in metadata.loads:
             self._check_blocks(load.transfer_id, load.block_ids, load.block_hashes)
         if metadata.offers or metadata.loads or metadata.cancels or metadata.waits:
-            self._queue(_Command(self._start, metadata))
+            self._queue(self._start, metadata)
 
     def save(self, metadata: ConnectorMetadata) -> None:
         if metadata.saves and self._config.role is KVRole.CONSUMER:
@@ -181,7 +176,7 @@ class TransferConnector(KVConnectorWorker):
         for save in metadata.saves:
             self._check_blocks(save.transfer_id, save.block_ids, save.block_hashes)
         if metadata.saves:
-            self._queue(_Command(self._save, metadata))
+            self._queue(self._save, metadata)
 
     def get_finished(self) -> ConnectorOutput:
         with self._lock:
@@ -246,10 +241,10 @@ class TransferConnector(KVConnectorWorker):
 
     # Between the threads
 
-    def _queue(self, command: _Command) -> None:
+    def _queue(self, run: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata) -> None:
         if not self._running or self._stopping:
             raise ValueError("the connector is not running: call register_kv_cache first")
-        self._commands.append(command)
+        self._commands.append((run, metadata))
         self._wake()
 
     def _wake(self) -> None:
@@ -257,23 +252,16 @@ class TransferConnector(KVConnectorWorker):
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _finished_sending(self, transfer_ids: Collection[str]) -> None:
-        if transfer_ids:
-            self._log_new_transports()
+    def _report(self, output: ConnectorOutput) -> None:
+        """Add ended transfers and loads to the next `get_finished`, and wake the engine."""
+        if output:
+            for name in self._count_bytes().keys() - self._logged_transports:
+                self._logged_transports.add(name)
+                logger.info("KV blocks travel over transport and lane %s", name)
             with self._lock:
-                self._output.finished_sending.update(transfer_ids)
+                self._output.finished_sending |= output.finished_sending
+                self._output.load_results |= output.load_results
             self._user_wakeup()
-
-    def _load_finished(self, transfer_id: str, result: LoadResult) -> None:
-        self._log_new_transports()
-        with self._lock:
-            self._output.load_results[transfer_id] = result
-        self._user_wakeup()
-
-    def _log_new_transports(self) -> None:
-        for name in self._count_bytes().keys() - self._logged_transports:
-            self._logged_transports.add(name)
-            logger.info("KV blocks travel over transport and lane %s", name)
 
     # The connector's thread
 
@@ -293,18 +281,18 @@ class TransferConnector(KVConnectorWorker):
         while not self._stopping:
             self._sleep()
             while self._commands:
-                command = self._commands[0]
-                command.run(command.metadata)
+                run, metadata = self._commands[0]
+                run(metadata)
                 # Remove the command after its success. _fail_from_now_on also answers commands that
                 # failed.
                 self._commands.popleft()
             if self._producer is not None:
-                self._finished_sending(self._producer.run_round(time.monotonic()))
+                self._report(ConnectorOutput(set(self._producer.run_round(time.monotonic()))))
             if self._consumer is None:
                 self._agent.get_new_notifs()  # discards them: none are expected
                 continue
             for transfer_id, result in self._consumer.run_round(time.monotonic()):
-                self._load_finished(transfer_id, result)
+                self._report(ConnectorOutput(load_results={transfer_id: result}))
             if self._consumer.take_fence() and self._producer is not None:
                 self._producer.fail_push_sessions()
 
@@ -330,44 +318,40 @@ class TransferConnector(KVConnectorWorker):
             os.eventfd_read(self._wake_fd)
 
     def _start(self, metadata: ConnectorMetadata) -> None:
-        for transfer_id, peer_instance_id in metadata.offers.items():
-            assert self._producer is not None
-            self._producer.offer(transfer_id, peer_instance_id)
-        for transfer_id, wait in metadata.waits.items():
-            assert self._consumer is not None
-            self._consumer.add_wait(transfer_id, wait)
-        for load in metadata.loads:
-            assert self._consumer is not None
-            self._consumer.begin(load)
-        for transfer_id in metadata.cancels:
-            if self._producer is not None:
-                self._producer.cancel(transfer_id)
-            if self._consumer is not None:
+        if self._producer is not None:
+            for transfer_id, peer_instance_id in metadata.offers.items():
+                self._producer.transfers.offer(transfer_id, peer_instance_id)
+            for transfer_id in metadata.cancels:
+                self._producer.transfers.cancel(transfer_id)
+        if self._consumer is not None:
+            for transfer_id, wait in metadata.waits.items():
+                self._consumer.add_wait(transfer_id, wait)
+            for load in metadata.loads:
+                self._consumer.begin(load)
+            for transfer_id in metadata.cancels:
                 self._consumer.cancel(transfer_id)
 
     def _save(self, metadata: ConnectorMetadata) -> None:
-        assert self._producer is not None
+        assert self._producer is not None, "`save` refuses the role consumer"
         for save in metadata.saves:
-            self._producer.save(save)
+            self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
         """Close the agent, then fail all current and later loads and transfers until shutdown."""
         self._agent.close()  # nothing writes to the engine's memory any more
         if self._consumer is not None:
-            for transfer_id, result in self._consumer.fail_all(reason):
-                self._load_finished(transfer_id, result)
+            self._report(ConnectorOutput(load_results=dict(self._consumer.fail_all(reason))))
         if self._producer is not None:
-            self._finished_sending(self._producer.end_all(reason))
+            self._report(ConnectorOutput(set(self._producer.transfers.end_all(reason))))
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:
             if poller.poll(int(MAX_SLEEP_S * 1000)):
                 os.eventfd_read(self._wake_fd)
             while self._commands:
-                metadata = self._commands.popleft().metadata
-                for load in metadata.loads:
-                    self._load_finished(load.transfer_id, LoadResult(0, reason))
-                self._finished_sending(metadata.offers)
+                _, metadata = self._commands.popleft()
+                results = {load.transfer_id: LoadResult(0, reason) for load in metadata.loads}
+                self._report(ConnectorOutput(set(metadata.offers), results))
 
     def _close(self) -> None:
         for name, nbytes in self._count_bytes().items():

@@ -20,6 +20,5 @@ agent_factory     creates an agent
 transport_agent   an agent over Baton's transports
 nixl_agent        an agent over the NIXL library
 nixl_library      loads NIXL, creates NIXL's agent, and adds a digest to NIXL's metadata
-transfer_checks   the checks that every agent makes before a transfer
 descriptors       checks and merges lists of memory ranges
 """

@@ -1,6 +1,7 @@
 """The interface of a transfer agent: registered memory, peers by name, one-sided transfers.
 
-Names and semantics are NIXL's:
+The methods, parameters and states have the names and the meaning of `nixl_agent` in NIXL's Python
+API:
 
 - A transfer handle has at most one active post. The handle can be posted again after DONE or ERR.
 - Transfers may end in any order. The notification of a transfer arrives after all its bytes.
@@ -9,8 +10,17 @@ Names and semantics are NIXL's:
 - An agent is always a peer of itself, under its own name.
 - `make_prepped_xfer` merges rows that are adjacent on both sides; `initialize_xfer` does not.
 
-Every descriptor is checked: a local descriptor must be inside registered memory, and a descriptor
-of a peer inside the memory that the peer's metadata lists.
+These things differ from NIXL:
+
+- `create_agent` chooses the *transport*, which NIXL calls a backend. So no method has a parameter
+  `backends`.
+- Descriptors are rows of an array, not objects of the library. Each row is checked when a list or
+  a transfer is made: a local row must be inside registered memory, and a row of a peer inside the
+  memory that the peer's metadata lists.
+- `set_wakeup` and `waiting` replace polling. `fence` cuts all peers off. `num_refused`, `failure`
+  and `bytes_moved` report what happened. These are additions.
+- `XferHandle.error` has the reason for ERR.
+- Errors are ValueError, KeyError and TransportError.
 """
 
 from __future__ import annotations
@@ -20,11 +30,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_kv_transfer.agent.descriptors import XferDescs, check_rows
+from baton_kv_transfer.agent.descriptors import XferDescs, check_pairs, check_rows, select
 from baton_kv_transfer.transports.transfer import (
     Descriptors,
     Post,
@@ -37,19 +48,26 @@ from baton_kv_transfer.transports.transfer import (
 INIT_AGENT = "NIXL_INIT_AGENT"
 
 
+@dataclass(slots=True, eq=False)
 class RegDescs:
     """Memory regions that one call of register_memory registered."""
 
-    def __init__(self, regions: list[Region]) -> None:
-        self.regions = regions
+    regions: list[Region]
 
 
+@dataclass(slots=True, eq=False)
 class KnownPeer:
     """One version of a peer's metadata.
 
     Each DlistHandle and XferHandle for the peer refers to this object, and is valid until the agent
     removes the peer or replaces the object.
     """
+
+    #: The metadata; empty if the peer is the agent itself.
+    metadata: bytes = b""
+    #: The memory that the metadata lists. With NIXL the library has this list, and `regions` is
+    #: empty.
+    regions: list[Region] = field(default_factory=list)
 
 
 class DlistHandle:
@@ -95,6 +113,17 @@ class XferHandle:
     def error(self) -> str:
         """Why the last post ended in ERR; empty if it has not ended in ERR."""
         return self.post.error if self.post else ""
+
+    def check_post(self) -> None:
+        """Check that the transfer may be posted now.
+
+        Raises:
+            ValueError: the handle was released, or its last post has not ended.
+        """
+        if self.released:
+            raise ValueError("the transfer was released: make it again")
+        if self.state is XferState.PROC:
+            raise ValueError("the transfer is still active: post it again after DONE or ERR")
 
 
 class Agent(abc.ABC):
@@ -356,3 +385,31 @@ class Agent(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End the agent's thread, transfers and connections. A second call has no effect."""
+
+
+def select_pairs(
+    operation: str,
+    local: DlistHandle,
+    ours: NDArray[np.int64],
+    remote: DlistHandle,
+    theirs: NDArray[np.int64],
+) -> tuple[Descriptors, Descriptors]:
+    """Return the rows with the indices `ours` in `local` and `theirs` in `remote`, [n, 3] each.
+
+    Raises:
+        ValueError: rows do not exist or cannot be paired, or a list was released or is of the
+            wrong side.
+    """
+    if local.released or remote.released:
+        raise ValueError("a descriptor list of this transfer was released: prepare it again")
+    if local.agent or not remote.agent:
+        raise ValueError(
+            f"local_xfer_side must be prepared for {INIT_AGENT}, remote_xfer_side for a peer"
+        )
+    rows = select(local.descs.rows, ours), select(remote.descs.rows, theirs)
+    check_pairs(operation, *rows)
+    return rows
+
+
+def unknown_peer_error(name: str) -> KeyError:
+    return KeyError(f"agent {name} is not known: add_remote_agent(its metadata) first")

@@ -133,8 +133,8 @@ def run_starts(
 ) -> NDArray[np.int64]:
     """Return the index of the first row of each run: [runs].
 
-    A run is a sequence of rows that are adjacent on both sides. If the region indices of a side are
-    given ([n], see `locate`), all rows of a run are in the same region of that side.
+    A run is a sequence of rows that are adjacent on both sides. `local_regions` and
+    `remote_regions` are region indices from `locate`, [n]. With them, a run stays in one region.
     """
     lengths = local[:, 1]
     joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (

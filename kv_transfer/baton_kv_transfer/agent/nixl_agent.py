@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ from baton_kv_transfer.agent.agent import (
     KnownPeer,
     RegDescs,
     XferHandle,
+    select_pairs,
+    unknown_peer_error,
 )
 from baton_kv_transfer.agent.descriptors import (
     XferDescs,
@@ -50,7 +53,6 @@ from baton_kv_transfer.agent.descriptors import (
     locate,
     run_starts,
 )
-from baton_kv_transfer.agent.transfer_checks import check_post, select_pairs, unknown_peer_error
 from baton_kv_transfer.transports.transfer import (
     LOST_NOTIFICATION,
     Descriptors,
@@ -87,23 +89,17 @@ class _Native:
         self.value = None
 
 
-class _Peer(KnownPeer):
-    def __init__(self, metadata: bytes = b"") -> None:
-        self.metadata = metadata
-
-
+@dataclass(slots=True, eq=False)
 class _RegDescs(RegDescs):
-    def __init__(self, rows: list[tuple[int, int, int, str]], mem_type: str, native: Any) -> None:
-        super().__init__(
-            [Region(address, length, mem_type, device_id) for address, length, device_id, _ in rows]
-        )
-        self.rows = rows
-        self.mem_type = mem_type
-        self.native = native
+    rows: list[tuple[int, int, int, str]]
+    mem_type: str
+    native: Any
 
 
 class _Dlist(DlistHandle):
-    def __init__(self, agent: str, descs: XferDescs, peer: _Peer | None, native: _Native) -> None:
+    def __init__(
+        self, agent: str, descs: XferDescs, peer: KnownPeer | None, native: _Native
+    ) -> None:
         super().__init__(agent, descs, peer)
         self.native = native
 
@@ -138,8 +134,8 @@ class NixlAgent(Agent):
         self._lock = threading.Condition(threading.RLock())
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
-        self._own_peer = _Peer()
-        self._peers: dict[str, _Peer] = {}
+        self._own_peer = KnownPeer()
+        self._peers: dict[str, KnownPeer] = {}
         #: Peers that were removed with transfers in flight, and the deadline of these transfers.
         self._removing: dict[str, float] = {}
         self._in_flight: list[_Xfer] = []
@@ -162,7 +158,8 @@ class NixlAgent(Agent):
                 raise ValueError(
                     f"NIXL cannot register {mem_type} memory at these addresses here: {error}"
                 ) from None
-            self._registered.append(_RegDescs(rows, mem_type, native))
+            regions = [Region(address, length, mem_type, gpu) for address, length, gpu, _ in rows]
+            self._registered.append(_RegDescs(regions, rows, mem_type, native))
             return self._registered[-1]
 
     def deregister_memory(self, dereg_list: RegDescs) -> None:
@@ -199,7 +196,7 @@ class NixlAgent(Agent):
                 nixl.add_remote_agent(packed)
             except self._errors as error:
                 raise TransportError(f"NIXL cannot connect to {name}: {error}") from None
-            self._peers[name] = _Peer(packed)
+            self._peers[name] = KnownPeer(packed)
             self._lock.notify()
         return name
 
@@ -292,7 +289,7 @@ class NixlAgent(Agent):
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         assert isinstance(handle, _Xfer)
         with self._lock:
-            check_post(handle)
+            handle.check_post()
             nixl = self._open()
             notif = notif_msg or handle.notif
             if handle.posted_notif and not notif:
@@ -405,7 +402,7 @@ class NixlAgent(Agent):
             raise TransportError("the agent is closed")
         return self._nixl
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> KnownPeer:
         peer = self._own_peer if name == self.name else self._peers.get(name)
         if peer is None:
             raise unknown_peer_error(name)

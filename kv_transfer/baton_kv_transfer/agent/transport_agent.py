@@ -23,6 +23,8 @@ from baton_kv_transfer.agent.agent import (
     KnownPeer,
     RegDescs,
     XferHandle,
+    select_pairs,
+    unknown_peer_error,
 )
 from baton_kv_transfer.agent.descriptors import (
     XferDescs,
@@ -33,7 +35,6 @@ from baton_kv_transfer.agent.descriptors import (
     may_merge,
     merge,
 )
-from baton_kv_transfer.agent.transfer_checks import check_post, select_pairs, unknown_peer_error
 from baton_kv_transfer.transports.transfer import Descriptors, Region, Transfer, TransportError
 from baton_kv_transfer.transports.transport import Transport, TransportContext
 from baton_kv_transfer.transports.transport_selection import choose_transports
@@ -54,15 +55,9 @@ class AgentMetadata(msgspec.Struct, array_like=True):
     regions: list[tuple[int, int, str, int]]
 
 
-class _Peer(KnownPeer):
-    def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
-        self.regions = regions
-        self.digest = digest
-
-
 class _Dlist(DlistHandle):
     def __init__(
-        self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: _Peer | None
+        self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: KnownPeer | None
     ) -> None:
         super().__init__(agent, descs, peer)
         self.regions = regions  # [n]: index of the region that contains each row
@@ -119,7 +114,7 @@ class TransportAgent(Agent):
         #: Guards the regions, the peers and the address of this agent.
         self._lock = threading.RLock()
         self._regions: list[Region] = []
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, KnownPeer] = {}
         self._own_address = b""
         self._closed = False
         self._closing = threading.Lock()
@@ -217,10 +212,10 @@ class TransportAgent(Agent):
             )
         with self._lock:
             known = self._peers.get(decoded.name)
-            if known is None or known.digest != digest:
+            if known is None or known.metadata != metadata:
                 self._peers.pop(decoded.name, None)
                 self._add_peer(decoded.name, decoded.address)
-                self._peers[decoded.name] = _Peer(regions, digest)
+                self._peers[decoded.name] = KnownPeer(metadata, regions)
         return decoded.name
 
     def remove_remote_agent(self, agent: str) -> None:
@@ -294,7 +289,7 @@ class TransportAgent(Agent):
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
         assert isinstance(handle, _Xfer)
         with self._lock:
-            check_post(handle)
+            handle.check_post()
             self._require_open()
             transfer = Transfer(
                 handle.op, handle.peer, handle.local, handle.remote, notif_msg or handle.notif
@@ -340,7 +335,7 @@ class TransportAgent(Agent):
         if self._closed:
             raise TransportError("the agent is closed")
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> KnownPeer:
         with self._lock:
             if name == self.name:
                 self._add_own()
@@ -353,7 +348,7 @@ class TransportAgent(Agent):
         """Add this agent as a peer of itself, or update its address if the address has changed."""
         address = self._address()
         if self.name not in self._peers:
-            self._peers[self.name] = _Peer(self._regions)
+            self._peers[self.name] = KnownPeer(regions=self._regions)
         elif address == self._own_address:
             return
         self._own_address = address

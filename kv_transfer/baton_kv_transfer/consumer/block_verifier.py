@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.connector import FailureReason
 from baton_kv_transfer.consumer.load_state import LoadState, RankTransfer
 from baton_kv_transfer.consumer.peer import Peer
@@ -32,7 +33,7 @@ class BlockVerifier:
         self._context = context
         self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
         self._windows: dict[Peer, ReadWindow] = {}
-        self._in_flight: list[ReadBatch] = []
+        self._in_flight: list[tuple[ReadBatch, ReadWindow, XferHandle]] = []
         self._arrived: deque[ReadBatch] = deque()
 
     @property
@@ -43,17 +44,12 @@ class BlockVerifier:
     @property
     def is_reading(self) -> bool:
         """Whether reads into this engine's memory are in flight."""
-        handles = [batch.handle for batch in self._in_flight if batch.handle is not None]
-        return any(self._agent.check_xfer_state(handle) == "PROC" for handle in handles)
+        return any(self._agent.check_xfer_state(handle) == "PROC" for *_, handle in self._in_flight)
 
     def read(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
         """Queue published blocks to be read from the producer's memory, and verified."""
-        window = self._windows.get(rank_transfer.peer)
-        if window is None:
-            window = self._windows[rank_transfer.peer] = ReadWindow(
-                self._context.config.max_inflight_bytes, self._stats
-            )
-        window.enqueue(rank_transfer, positions)
+        window = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
+        self._windows.setdefault(rank_transfer.peer, window).enqueue(rank_transfer, positions)
 
     def verify(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
         """Queue blocks for verification. The producer has written them into the load's slots."""
@@ -62,14 +58,8 @@ class BlockVerifier:
         for start in range(0, len(positions), step):
             part = positions[start : start + step]
             rank_transfer.num_batches += 1
-            self._arrived.append(
-                ReadBatch(
-                    rank_transfer,
-                    part,
-                    [load.slots[position] for position in part],
-                    owns_slots=False,
-                )
-            )
+            slots = [load.slots[position] for position in part]
+            self._arrived.append(ReadBatch(rank_transfer, part, slots))
 
     def drop(self, rank_transfer: RankTransfer) -> None:
         """Drop the queued reads of a per-rank transfer whose load has failed."""
@@ -110,8 +100,8 @@ class BlockVerifier:
 
         Call this only after `Agent.fence` or `Agent.close`, when no transfer touches the memory.
         """
-        for batch in self._in_flight:
-            self._release_window(batch)
+        for batch, window, _ in self._in_flight:
+            window.release(batch)
             self._discard(batch)
         self._in_flight.clear()
         while self._arrived:
@@ -123,7 +113,7 @@ class BlockVerifier:
             while not peer.error and (batch := window.take_batch(self._memory)) is not None:
                 assert peer.slot_descs is not None
                 rank_transfer = batch.rank_transfer
-                local_descs = self._context.local_slot_descs(rank_transfer.shared.heads)
+                local_descs = self._context.local_slot_descs(rank_transfer.heads)
                 peer_slots = rank_transfer.peer_slots[batch.positions]
                 try:
                     handle = self._agent.make_prepped_xfer(
@@ -132,11 +122,10 @@ class BlockVerifier:
                     self._agent.transfer(handle)
                 except (KeyError, ValueError, TransportError) as error:
                     # The agent has removed the peer.
-                    self._release_window(batch)
+                    window.release(batch)
                     self._fail_read(batch, str(error))
                 else:
-                    batch.handle = handle
-                    self._in_flight.append(batch)
+                    self._in_flight.append((batch, window, handle))
                     self._stats.descriptors_posted += handle.num_descs
 
     def _collect(self) -> None:
@@ -145,23 +134,18 @@ class BlockVerifier:
         If a read is DONE, queue its blocks for `_verify`. If a read is in ERR, fail the peer.
         """
         in_flight = []
-        for batch in self._in_flight:
-            assert batch.handle is not None
-            outcome = self._agent.check_xfer_state(batch.handle)
+        for batch, window, handle in self._in_flight:
+            outcome = self._agent.check_xfer_state(handle)
             if outcome == "PROC":
-                in_flight.append(batch)
+                in_flight.append((batch, window, handle))
                 continue
-            self._release_window(batch)
-            self._agent.release_xfer_handle(batch.handle)
+            window.release(batch)
+            self._agent.release_xfer_handle(handle)
             if outcome == "DONE":
                 self._arrived.append(batch)
             else:
-                self._fail_read(batch, batch.handle.error)
+                self._fail_read(batch, handle.error)
         self._in_flight = in_flight
-
-    def _release_window(self, batch: ReadBatch) -> None:
-        assert batch.window is not None
-        batch.window.release(batch)
 
     def _fail_read(self, batch: ReadBatch, error: str) -> None:
         peer = batch.rank_transfer.peer
@@ -178,7 +162,7 @@ class BlockVerifier:
             The positions of blocks that differ from their checksums for the second time.
         """
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
-        word_sums = self._memory.block_sums(batch.slots, rank_transfer.shared.heads).tolist()
+        word_sums = self._memory.block_sums(batch.slots, rank_transfer.heads).tolist()
         right, right_slots, wrong = [], [], []
         for position, slot, word_sum in zip(batch.positions, batch.slots, word_sums, strict=True):
             computed = checksum.bind(
@@ -186,7 +170,7 @@ class BlockVerifier:
                 transfer_id=load.transfer_id,
                 generation=load.generation,
                 chain_hash=load.request.block_hashes[position],
-                heads=rank_transfer.shared.heads,
+                heads=rank_transfer.heads,
             )
             if computed == rank_transfer.checksums[position]:
                 right.append(position)
@@ -197,7 +181,7 @@ class BlockVerifier:
             self._memory.commit(
                 right_slots,
                 [load.request.block_ids[position] for position in right],
-                rank_transfer.shared.heads,
+                rank_transfer.heads,
             )
             load.missing[right] -= 1
             rank_transfer.num_verified += len(right)
@@ -212,7 +196,7 @@ class BlockVerifier:
         return twice
 
     def _discard(self, batch: ReadBatch) -> None:
-        """Remove a batch from its per-rank transfer, and release the slots that the batch owns."""
+        """Remove a batch from its per-rank transfer, and release slots that are not the load's."""
         batch.rank_transfer.num_batches -= 1
-        if batch.owns_slots:
+        if batch.rank_transfer.load.slots is None:
             self._memory.release(batch.slots)

@@ -29,7 +29,6 @@ from baton_kv_transfer.consumer.load_manager import LoadManager
 from baton_kv_transfer.consumer.load_state import LoadState
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
-from baton_kv_transfer.consumer.rank_transfers import connect_workers
 from baton_kv_transfer.context import ConnectorContext
 
 logger = logging.getLogger(__name__)
@@ -75,24 +74,9 @@ class ConsumerSide:
         self._waits[transfer_id] = lead_peer
 
     def begin(self, request: LoadRequest) -> None:
-        """Connect to the producer and begin a load. Reject the load if that is impossible."""
+        """Begin a load, which sends its own heartbeats."""
         self._waits.pop(request.transfer_id, None)
-        if self._loads.get(request.transfer_id) is not None:
-            logger.error(
-                "transfer %s is loading already; ignoring the second load",
-                request.transfer_id,
-            )
-            return
-        now = self._clock()
-        try:
-            lead_peer = self._peers.connect(
-                request.remote_host, request.remote_port, request.peer_instance_id, now
-            )
-        except zmq.ZMQError as error:  # not an address, or no socket is left
-            why = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
-            self._loads.reject(request, FailureReason.PEER_LOST, why)
-            return
-        self._loads.begin(request, lead_peer, now)
+        self._loads.begin(request, self._clock())
 
     def cancel(self, transfer_id: str) -> None:
         load = self._loads.get(transfer_id)
@@ -254,7 +238,7 @@ class ConsumerSide:
             return
         transfer_ids: dict[Peer, list[str]] = defaultdict(list)
         for transfer_id, lead_peer in self._waits.items():
-            workers, _ = connect_workers(self._context, self._peers, lead_peer, now)
+            workers, _ = self._peers.connect_workers(lead_peer, now)
             for peer in workers.values():
                 transfer_ids[peer].append(transfer_id)
         for load in self._loads:

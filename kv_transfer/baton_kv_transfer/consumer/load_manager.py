@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
+import zmq
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult
@@ -14,13 +16,11 @@ from baton_kv_transfer.consumer.block_verifier import BlockVerifier
 from baton_kv_transfer.consumer.load_state import Load, LoadState, RankTransfer, RankTransferState
 from baton_kv_transfer.consumer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
-from baton_kv_transfer.consumer.rank_transfers import (
-    check_heads,
-    connect_workers,
-    create_rank_transfers,
-)
+from baton_kv_transfer.consumer.rank_transfers import check_heads, create_rank_transfers
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.options.config import KVRole
+
+logger = logging.getLogger(__name__)
 
 #: A load in the state SETTLING waits this long for its reads, and then disconnects the peer. After
 #: the same time again, a fence (`Agent.fence`) cuts all peers off.
@@ -77,19 +77,24 @@ class LoadManager:
         while self._finished:
             yield self._finished.popleft()
 
-    def reject(self, request: LoadRequest, reason: FailureReason, error: str) -> None:
-        """Record the failed LoadResult of a load that cannot begin."""
-        self._context.stats.count_failure(reason)
-        self._finished.append((request.transfer_id, LoadResult(0, error)))
+    def begin(self, request: LoadRequest, now: float) -> None:
+        """Connect to the producer's worker 0, and create a load in the state HANDSHAKE.
 
-    def begin(self, request: LoadRequest, lead_peer: Peer, now: float) -> None:
-        """Create the load of a request in the state HANDSHAKE.
-
-        Args:
-            request: the blocks to load.
-            lead_peer: connection to the producer's worker 0.
-            now: the current time.
+        If the connection is impossible, the load ends at once.
         """
+        if request.transfer_id in self._loads:
+            logger.error(
+                "transfer %s is loading already; ignoring the second load", request.transfer_id
+            )
+            return
+        host, port = request.remote_host, request.remote_port
+        try:
+            lead_peer = self._peers.connect(host, port, request.peer_instance_id, now)
+        except zmq.ZMQError as error:  # not an address, or no socket is left
+            self._context.stats.count_failure(FailureReason.PEER_LOST)
+            why = f"cannot connect to {host}:{port}: {error}"
+            self._finished.append((request.transfer_id, LoadResult(0, why)))
+            return
         num_blocks = len(request.block_ids)
         has_fitting_blocks = 0 < num_blocks <= self._memory.num_slots
         load = Load(
@@ -173,7 +178,7 @@ class LoadManager:
             why = f"{lead.name} is worker {lead.rank}, not the first one"
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        workers, error = connect_workers(self._context, self._peers, lead, now)
+        workers, error = self._peers.connect_workers(lead, now)
         if error:
             self.fail(load, FailureReason.PEER_LOST, error, now)
             return
@@ -204,14 +209,13 @@ class LoadManager:
         if load.num_blocks == 0:
             return
         peer.next_heartbeat = min(peer.next_heartbeat, now + self.heartbeat_s(peer))
-        shared = rank_transfer.shared
         peer.send(
             side_channel.Subscribe(
                 load.transfer_id,
                 load.generation,
-                shared.heads,
-                shared.subscriber,
-                shared.num_subscribers,
+                rank_transfer.heads,
+                rank_transfer.subscriber,
+                rank_transfer.num_subscribers,
                 load.request.first_block_index,
                 load.slots,
             )
@@ -243,12 +247,12 @@ class LoadManager:
         rank_transfer.state = (
             RankTransferState.QUARANTINE if rank_transfer.may_write else RankTransferState.ENDED
         )
-        load, shared = rank_transfer.load, rank_transfer.shared
+        load = rank_transfer.load
         release = side_channel.Release(
             load.transfer_id,
             load.generation,
-            shared.subscriber,
-            shared.num_subscribers,
+            rank_transfer.subscriber,
+            rank_transfer.num_subscribers,
             completed=rank_transfer.is_complete,
         )
         self._releases.append((rank_transfer.peer, release))

@@ -54,17 +54,6 @@ class RankTransferState(enum.Enum):
     ENDED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class SharedHeads:
-    """KV heads that both one worker of the producer and this worker hold."""
-
-    heads: HeadRange
-    #: Index of this worker among this engine's workers that share heads with that worker.
-    subscriber: int
-    #: Number of this engine's workers that share heads with that worker.
-    num_subscribers: int
-
-
 @dataclass(slots=True, eq=False)
 class RankTransfer:
     """The part of a load that comes from one worker of the producer.
@@ -76,8 +65,13 @@ class RankTransfer:
     peer: Peer
     #: Rank of the producer's worker.
     rank: int
-    shared: SharedHeads
-    #: Size of the shared heads in a block, in bytes.
+    #: KV heads that both the producer's worker and this worker hold.
+    heads: HeadRange
+    #: Index of this worker among this engine's workers that share heads with the producer's worker.
+    subscriber: int
+    #: Number of this engine's workers that share heads with the producer's worker.
+    num_subscribers: int
+    #: Size of `heads` in a block, in bytes.
     block_nbytes: int
     #: Time at which blocks were last published or verified; before that, the time of SUBSCRIBE or
     #: of this object's creation.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import zmq
+
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.side_channel import MemoryDescription
@@ -48,6 +50,32 @@ class PeerRegistry:
                 now=now,
             )
         return self._known[key]
+
+    def connect_workers(self, lead_peer: Peer, now: float) -> tuple[dict[int, Peer], str]:
+        """Connect to the producer's workers that share heads with this worker.
+
+        Args:
+            lead_peer: the producer's first worker, which names all workers when it is ready.
+            now: the current time.
+
+        Returns:
+            The workers by rank, and an error: why a connection failed; empty if none failed.
+        """
+        workers, error = {}, ""
+        for rank, address in enumerate(lead_peer.ranks if lead_peer.is_ready else ()):
+            if not self._context.memory.layout.heads.overlap(address.heads).count:
+                continue
+            host, port = address.host, address.port
+            try:
+                workers[rank] = (
+                    self.connect(host, port, lead_peer.peer_instance_id, now) if rank else lead_peer
+                )
+            except zmq.ZMQError as failure:
+                error = (
+                    f"cannot connect to worker {rank} of {lead_peer.name} at {host}:{port}: "
+                    f"{failure}"
+                )
+        return workers, error
 
     def remove(self, peer: Peer) -> None:
         """Disconnect a peer. The next load connects again."""

@@ -7,16 +7,11 @@ heads with this worker. The transfer carries only the shared heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
-import zmq
 
-from baton_kv_transfer.consumer.load_state import Load, RankTransfer, SharedHeads
+from baton_kv_transfer.consumer.load_state import Load, RankTransfer
 from baton_kv_transfer.consumer.peer import Peer
-from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
-from baton_kv_transfer.memory.layout import HeadRange
 
 
 def check_heads(context: ConnectorContext) -> None:
@@ -37,40 +32,10 @@ def check_heads(context: ConnectorContext) -> None:
         raise ValueError(f"this worker's {heads} are not among the engine's: {worker_heads}")
 
 
-def connect_workers(
-    context: ConnectorContext, peers: PeerRegistry, lead_peer: Peer, now: float
-) -> tuple[dict[int, Peer], str]:
-    """Connect to the producer's workers that share heads with this worker.
-
-    Args:
-        context: this worker's memory.
-        peers: the connected peers, to which new connections are added.
-        lead_peer: the producer's first worker, which names all workers when it is ready.
-        now: the current time.
-
-    Returns:
-        The workers by rank, and an error: why a connection failed; empty if none failed.
-    """
-    workers, error = {}, ""
-    for rank, address in enumerate(lead_peer.ranks if lead_peer.is_ready else ()):
-        if not context.memory.layout.heads.overlap(address.heads).count:
-            continue
-        host, port = address.host, address.port
-        try:
-            workers[rank] = (
-                peers.connect(host, port, lead_peer.peer_instance_id, now) if rank else lead_peer
-            )
-        except zmq.ZMQError as failure:
-            error = (
-                f"cannot connect to worker {rank} of {lead_peer.name} at {host}:{port}: {failure}"
-            )
-    return workers, error
-
-
 def create_rank_transfers(
     context: ConnectorContext, load: Load, workers: dict[int, Peer], now: float
 ) -> list[RankTransfer]:
-    """Return a RankTransfer for each worker that `connect_workers` returned.
+    """Return a RankTransfer for each worker that `PeerRegistry.connect_workers` returned.
 
     Args:
         context: this worker's memory and timeouts, and the heads of all workers of this engine.
@@ -79,19 +44,21 @@ def create_rank_transfers(
         now: the current time.
     """
     transfers = []
+    layout = context.memory.layout
     for rank, peer in workers.items():
-        shared = _shared_heads(
-            load.lead_peer.ranks[rank].heads,
-            context.memory.layout.heads,
-            (worker.heads for worker in context.ranks),
-        )
+        theirs = load.lead_peer.ranks[rank].heads
+        heads = layout.heads.overlap(theirs)
+        # Other workers of this engine can hold heads of the same producer's worker.
+        subscribers = [each.heads for each in context.ranks if each.heads.overlap(theirs).count]
         transfers.append(
             RankTransfer(
                 load,
                 peer,
                 rank,
-                shared,
-                block_nbytes=shared.heads.count * context.memory.layout.head_nbytes,
+                heads,
+                subscribers.index(layout.heads),
+                len(subscribers),
+                block_nbytes=heads.count * layout.head_nbytes,
                 last_block=now,
                 deadline=now + context.config.load_timeout_s,
                 peer_slots=np.full(load.num_blocks, -1, dtype=np.int64),
@@ -100,18 +67,3 @@ def create_rank_transfers(
             )
         )
     return transfers
-
-
-def _shared_heads(theirs: HeadRange, ours: HeadRange, engine: Iterable[HeadRange]) -> SharedHeads:
-    """Return the KV heads that both a worker of the producer and this worker hold.
-
-    The transfer between the two carries these heads. Other workers of this engine can hold heads of
-    the same producer's worker, so the result also counts and numbers this worker among them.
-
-    Args:
-        theirs: heads of the producer's worker.
-        ours: heads of this worker.
-        engine: heads of all workers of this engine, in rank order.
-    """
-    subscribers = [heads for heads in engine if heads.overlap(theirs).count]
-    return SharedHeads(ours.overlap(theirs), subscribers.index(ours), len(subscribers))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
 from baton_kv_transfer.memory.slot_memory import SlotMemory
@@ -20,18 +19,14 @@ MAX_READ_BYTES = 4 * 2**20
 
 @dataclass(slots=True, eq=False)
 class ReadBatch:
-    """Blocks that are verified together after one read or write. All belong to `rank_transfer`."""
+    """Blocks of one per-rank transfer that are verified together."""
 
     rank_transfer: RankTransfer
     #: Indices of the blocks among the load's blocks.
     positions: list[int]
-    #: Slots of this engine's memory, one for each block.
+    #: Slots of this engine's memory, one for each block. They belong to the batch, unless the load
+    #: has slots (`Load.slots`).
     slots: list[int]
-    #: True: the slots are released with the batch. False: the slots belong to the load (push).
-    owns_slots: bool
-    #: The window that counts the bytes in flight; None: the producer wrote the blocks (push).
-    window: ReadWindow | None = None
-    handle: XferHandle | None = None
 
     @property
     def nbytes(self) -> int:
@@ -116,9 +111,7 @@ class ReadWindow:
             self._inflight_bytes += nbytes
             self._stats.queued_bytes -= nbytes
             self._stats.inflight_bytes += nbytes
-            return ReadBatch(
-                rank_transfer, positions, slots, owns_slots=load.slots is None, window=self
-            )
+            return ReadBatch(rank_transfer, positions, slots)
         return None
 
     def release(self, batch: ReadBatch) -> None:

@@ -123,11 +123,11 @@ def slot_rows(
 ) -> NDArray[np.int64]:
     """Return the memory range of `heads` in each slot of a worker's memory.
 
+    There is at least one head.
+
     Returns:
-        [num_slots, 3] of (address, length, device id); [0, 3] if `heads` is empty.
+        [num_slots, 3] of (address, length, device id).
     """
-    if heads.count == 0:
-        return np.zeros((0, 3), dtype=np.int64)
     rows = np.empty((num_slots, 3), dtype=np.int64)
     rows[:, 0] = base_address + (heads.first - layout.first_kv_head) * layout.head_nbytes
     rows[:, 0] += np.arange(num_slots, dtype=np.int64) * layout.block_nbytes

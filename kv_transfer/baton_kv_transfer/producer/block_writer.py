@@ -77,12 +77,12 @@ class BlockWriter:
         if not subscriber.queue:
             window.turns.append(subscriber)
         subscriber.queue += blocks
-        self._stats.queued_bytes += len(blocks) * self._block_nbytes(subscriber)
+        self._stats.queued_bytes += len(blocks) * subscriber.block_nbytes
 
     def stop(self, subscriber: Subscriber) -> None:
         """Drop the queued blocks of a subscriber. Writes in flight continue."""
         if subscriber.queue:
-            self._stats.queued_bytes -= len(subscriber.queue) * self._block_nbytes(subscriber)
+            self._stats.queued_bytes -= len(subscriber.queue) * subscriber.block_nbytes
             subscriber.queue.clear()
 
     def has_writes_to(self, session: Session) -> bool:
@@ -111,7 +111,7 @@ class BlockWriter:
             if not subscriber.queue:  # stopped
                 window.turns.popleft()
                 continue
-            nbytes = self._block_nbytes(subscriber)
+            nbytes = subscriber.block_nbytes
             room = self._context.config.max_inflight_bytes - window.inflight_bytes
             count = min(len(subscriber.queue), max(1, min(room, MAX_WRITE_BYTES) // nbytes))
             if window.inflight_bytes and count * nbytes > room:
@@ -172,7 +172,3 @@ class BlockWriter:
         subscriber.last_write = subscriber.writing_since = self._clock()
         self._stats.bytes_sent += write.nbytes
         return EndedWrite(subscriber, write.blocks, "")
-
-    def _block_nbytes(self, subscriber: Subscriber) -> int:
-        """Return the size of the subscriber's heads in one block, in bytes."""
-        return subscriber.heads.count * self._context.memory.layout.head_nbytes

@@ -1,8 +1,8 @@
-"""Subscriptions that arrive before the scheduler offers the transfer.
+"""SUBSCRIBE and RELEASE messages that arrive before the scheduler offers the transfer.
 
-A consumer sends SUBSCRIBE as soon as its own engine has scheduled the request, which may be before
-the producer's engine has accepted the request. Heartbeats renew the lease of a subscription, which
-is refused when its lease ends.
+A consumer sends SUBSCRIBE when its own engine has scheduled the request. The producer's engine may
+accept the request later. Each held message has a lease, which heartbeats renew. At the end of the
+lease, a RELEASE is dropped and a SUBSCRIBE is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton_kv_transfer.producer.sessions import Send, Session
 
 #: Limit of messages that are held at the same time, for all transfers together.
 MAX_EARLY = 16384
-#: Limit of the slots of consumers' memory that all held subscriptions together name.
+#: Limit of the push slots in all held subscriptions together.
 MAX_EARLY_SLOTS = 2**22
 
 #: ZeroMQ identity of the connection, and `Subscribe.subscriber`.
@@ -39,7 +39,7 @@ class _HeldMessage:
 
 
 class EarlySubscriptions:
-    """Subscriptions and releases for transfers that are not offered yet."""
+    """The SUBSCRIBE and RELEASE messages for transfers that are not offered yet."""
 
     def __init__(self, lease_s: float, send: Send, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
@@ -62,10 +62,10 @@ class EarlySubscriptions:
         Returns:
             Why the subscription is refused; empty if it is held.
         """
-        known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
-        if known is not None:
-            if known.message.generation == message.generation and isinstance(
-                known.message, side_channel.Subscribe
+        held = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
+        if held is not None:
+            if held.message.generation == message.generation and isinstance(
+                held.message, side_channel.Subscribe
             ):
                 return ""
             return (
@@ -84,19 +84,19 @@ class EarlySubscriptions:
 
         A RELEASE without an earlier SUBSCRIBE is also held.
         """
-        known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
-        if known is None:
+        held = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
+        if held is None:
             if self._num_early < MAX_EARLY:
                 self._put(session, message)
-        elif known.message.generation == message.generation and isinstance(
-            known.message, side_channel.Subscribe
+        elif held.message.generation == message.generation and isinstance(
+            held.message, side_channel.Subscribe
         ):
-            self._num_slots -= known.num_slots
-            if known.message.push_slots is not None:
+            self._num_slots -= held.num_slots
+            if held.message.push_slots is not None:
                 self._send(
                     session.identity, side_channel.Released(message.transfer_id, message.generation)
                 )
-            known.message = message
+            held.message = message
 
     def take(
         self, transfer_id: str
@@ -104,60 +104,55 @@ class EarlySubscriptions:
         """Remove and return the messages for a transfer, in the order of arrival."""
         early = self._early.pop(transfer_id, {}).values()
         self._forget(early)
-        return [(one.session, one.message) for one in early]
+        return [(held.session, held.message) for held in early]
 
     def extend(self, session: Session, transfer_ids: list[str]) -> None:
         for transfer_id in transfer_ids:
-            for one in self._early.get(transfer_id, {}).values():
-                if one.session is session:
-                    one.deadline = self._clock() + self._lease_s
+            for held in self._early.get(transfer_id, {}).values():
+                if held.session is session:
+                    held.deadline = self._clock() + self._lease_s
 
     def drop(self, session: Session) -> None:
         """Remove the messages of a lost session, and refuse its subscriptions."""
-        for transfer_id, key, one in self._all():
-            if one.session is session:
-                self._remove(transfer_id, key)
-                if isinstance(one.message, side_channel.Subscribe):
-                    why = f"transfer {transfer_id} was not offered yet, and {session.error}"
-                    refuse_subscription(self._send, session, one.message, why)
+        for key, held in self._all():
+            if held.session is session:
+                self._refuse(key, held, f"was not offered yet, and {session.error}")
 
     def expire(self, now: float) -> None:
         """Drop messages that have waited for a lease. Refuse their subscriptions."""
         if now < self.next_expiry:
             return
-        for transfer_id, key, one in self._all():
-            if now >= one.deadline:
-                self._remove(transfer_id, key)
-                if isinstance(one.message, side_channel.Subscribe):
-                    reason = f"transfer {transfer_id} was not offered within {self._lease_s:g} s"
-                    refuse_subscription(self._send, one.session, one.message, reason)
-        self.next_expiry = min((one.deadline for _, _, one in self._all()), default=math.inf)
+        for key, held in self._all():
+            if now >= held.deadline:
+                self._refuse(key, held, f"was not offered within {self._lease_s:g} s")
+        self.next_expiry = min((held.deadline for _, held in self._all()), default=math.inf)
 
-    def _all(self) -> list[tuple[str, _Key, _HeldMessage]]:
-        return [
-            (transfer_id, key, one)
-            for transfer_id, early in self._early.items()
-            for key, one in early.items()
-        ]
+    def _all(self) -> list[tuple[_Key, _HeldMessage]]:
+        return [entry for early in self._early.values() for entry in early.items()]
 
     def _put(
         self, session: Session, message: side_channel.Subscribe | side_channel.Release
     ) -> None:
-        one = _HeldMessage(session, message, self._clock() + self._lease_s)
-        self._early.setdefault(message.transfer_id, {})[session.identity, message.subscriber] = one
-        self.next_expiry = min(self.next_expiry, one.deadline)
+        held = _HeldMessage(session, message, self._clock() + self._lease_s)
+        self._early.setdefault(message.transfer_id, {})[session.identity, message.subscriber] = held
+        self.next_expiry = min(self.next_expiry, held.deadline)
         self._num_early += 1
-        self._num_slots += one.num_slots
+        self._num_slots += held.num_slots
 
-    def _remove(self, transfer_id: str, key: _Key) -> None:
+    def _refuse(self, key: _Key, held: _HeldMessage, why: str) -> None:
+        """Remove a held message. If it is a SUBSCRIBE, send the refusal."""
+        transfer_id = held.message.transfer_id
         early = self._early[transfer_id]
         self._forget([early.pop(key)])
         if not early:
             del self._early[transfer_id]
+        if isinstance(held.message, side_channel.Subscribe):
+            reason = f"transfer {transfer_id} {why}"
+            refuse_subscription(self._send, held.session, held.message, reason)
 
     def _forget(self, early: Collection[_HeldMessage]) -> None:
         self._num_early -= len(early)
-        self._num_slots -= sum(one.num_slots for one in early)
+        self._num_slots -= sum(held.num_slots for held in early)
 
 
 def refuse_subscription(

@@ -13,7 +13,6 @@ import msgspec
 import zmq
 
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.connector import BlockSave
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.sessions import Session, SessionRegistry
@@ -85,10 +84,13 @@ class ProducerSide:
         self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
         self._writer = BlockWriter(context)
-        self._transfers = TransferManager(context, self._writer, self._send)
+        #: The offered transfers. The scheduler's offers, saves and cancels go directly to them.
+        self.transfers = TransferManager(context, self._writer, self._send)
         self._sessions = SessionRegistry(context)
         self._last_round = context.clock()
+        #: Time at which the socket last had no unread message.
         self._last_empty = self._last_round
+        #: No lease expires before this time.
         self._no_expiry_before = 0.0
 
     def close(self) -> None:
@@ -103,25 +105,7 @@ class ProducerSide:
         The fence has removed the consumers' agents, so these consumers must connect again.
         """
         lost = self._sessions.fail_all("the producer cut all its peers off")
-        self._transfers.drop_sessions(lost)
-
-    # From the scheduler
-
-    def offer(self, transfer_id: str, peer_instance_id: str) -> None:
-        self._transfers.offer(transfer_id, peer_instance_id)
-
-    def save(self, save: BlockSave) -> None:
-        self._transfers.save(save)
-
-    def cancel(self, transfer_id: str) -> None:
-        self._transfers.cancel(transfer_id)
-
-    def end_all(self, reason: str) -> list[str]:
-        """End every transfer without waiting for consumers. Call only after closing the agent.
-
-        Return the ids that `run_round` has not returned.
-        """
-        return self._transfers.end_all(reason)
+        self.transfers.drop_sessions(lost)
 
     # From the thread's loop
 
@@ -139,11 +123,11 @@ class ProducerSide:
         if drained:
             self._last_empty = now
         self._write_blocks()
-        self._transfers.expose_waiting()
+        self.transfers.expose_waiting()
         self._write_blocks()
         # Leases must not end while messages of their consumers may be unread.
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
-            for session in self._transfers.expire(now):
+            for session in self.transfers.expire(now):
                 self._cut_off(session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s")
             for identity in self._sessions.take_silent(now):
                 self._send(identity, side_channel.Pending([]))  # finds connections that are lost
@@ -156,14 +140,14 @@ class ProducerSide:
             self._forget(self._unreachable.pop(), "the connection is lost")
         if self._handshakes is not None:
             self._stats.handshakes_refused += count_refused(self._handshakes)
-        return self._transfers.take_finished()
+        return self.transfers.take_finished()
 
     def next_deadline(self) -> float | None:
         """Return the time at which `run_round` must run even without an event.
 
         None means that only an event makes `run_round` necessary.
         """
-        deadline = max(self._transfers.next_deadline(), self._no_expiry_before)
+        deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
@@ -177,7 +161,7 @@ class ProducerSide:
             except zmq.Again:
                 return True
             if len(frames) != 1:
-                self._refuse(identity, f"a message has 1 frame, got {len(frames)}")
+                self._refuse(identity, f"a message must have 1 frame, got {len(frames)}")
                 continue
             (frame,) = frames
             if (
@@ -202,7 +186,7 @@ class ProducerSide:
                 return
             case side_channel.Describe():
                 answer, lost = self._sessions.handle_describe(identity, message, now)
-                self._transfers.drop_sessions(lost)
+                self.transfers.drop_sessions(lost)
                 self._answer(identity, answer)
                 return
         session = self._sessions.find(identity, now)
@@ -211,25 +195,25 @@ class ProducerSide:
             return
         match message:
             case side_channel.Subscribe():
-                self._transfers.subscribe(session, message)
+                self.transfers.subscribe(session, message)
             case side_channel.Release():
-                self._transfers.release(session, message)
+                self.transfers.release(session, message)
             case side_channel.Heartbeat(transfer_ids=transfer_ids):
-                self._transfers.heartbeat(session, transfer_ids)
+                self.transfers.heartbeat(session, transfer_ids)
 
     def _write_blocks(self) -> None:
         for subscriber, blocks, error in self._writer.write_queued():
             if error and not subscriber.session.error:
                 self._cut_off(subscriber.session, f"writing to the consumer failed: {error}")
-            self._transfers.record_written(subscriber, blocks)
+            self.transfers.record_written(subscriber, blocks)
 
     def _cut_off(self, session: Session, reason: str) -> None:
         logger.warning("the consumer %s is disconnected: %s", session.instance_id, reason)
-        self._transfers.drop_sessions(self._sessions.fail(session, reason))
+        self.transfers.drop_sessions(self._sessions.fail(session, reason))
 
     def _forget(self, identity: bytes, reason: str) -> None:
         """Remove the session of a connection, and stop publishing and writing to it."""
-        self._transfers.drop_sessions(self._sessions.forget(identity, reason))
+        self.transfers.drop_sessions(self._sessions.forget(identity, reason))
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         """Refuse an invalid message. The consumer has to connect again."""

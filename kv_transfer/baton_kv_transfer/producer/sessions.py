@@ -154,7 +154,7 @@ class SessionRegistry:
         session.error = session.error or reason
         if session.slot_descs is not None:
             self._agent.release_dlist_handle(session.slot_descs)
-        if session.agent_name and not self._users(session.agent_name):
+        if session.agent_name and not self._find_by_agent(session.agent_name):
             self._agent.remove_remote_agent(session.agent_name)  # ends writes in flight in ERR
         return [session]
 
@@ -165,7 +165,7 @@ class SessionRegistry:
         """
         if session.agent_name:
             self._agent.remove_remote_agent(session.agent_name)
-        return self._fail(self._users(session.agent_name), reason)
+        return self._fail(self._find_by_agent(session.agent_name), reason)
 
     def fail_all(self, reason: str) -> list[Session]:
         """Fail all sessions that use push, after a fence (`Agent.fence`) has removed the agents.
@@ -209,7 +209,7 @@ class SessionRegistry:
         self.failed += failed
         return failed
 
-    def _users(self, agent_name: str) -> list[Session]:
+    def _find_by_agent(self, agent_name: str) -> list[Session]:
         return [
             session
             for session in self._open.values()
@@ -241,7 +241,7 @@ class SessionRegistry:
             wrong = str(error)
         if not wrong:
             session.agent_name = name
-        elif name and not self._users(name):
+        elif name and not self._find_by_agent(name):
             self._agent.remove_remote_agent(name)
         return wrong
 
@@ -253,7 +253,7 @@ class SessionRegistry:
         The agent's name now refers to `memory`, to which sessions of older memory must not write.
         """
         lost = []
-        for other in self._users(agent_name):
+        for other in self._find_by_agent(agent_name):
             if memory and other.memory and other.memory.agent_metadata != memory.agent_metadata:
                 other.agent_name = ""
                 lost += self.forget(other.identity, "the consumer registered new memory")

@@ -129,48 +129,26 @@ class TransferManager:
         """
         for transfer_id in list(self._transfers):
             del self._transfers[transfer_id]
-            self._remember(transfer_id, reason)
+            self._record_end(transfer_id, reason)
             self._finished.append(transfer_id)
         return self.take_finished()
 
     # From consumers
 
     def subscribe(self, session: Session, message: side_channel.Subscribe) -> None:
-        """Handle SUBSCRIBE: add a subscriber and send the blocks so far, or refuse.
-
-        A SUBSCRIBE that arrives before the offer is kept until the offer.
-        """
-        transfer_id = message.transfer_id
-        transfer = self._transfers.get(transfer_id)
-        refusal = session.error or explain_invalid(
-            self._memory.layout, session, message, self._stats
-        )
-        if not refusal and transfer is None:
-            ended = self._ended.get(transfer_id)
-            refusal = (
-                f"transfer {transfer_id} has ended: {ended}"
-                if ended
-                else self._early.add(session, message)
+        """Handle SUBSCRIBE: hold it until the offer, admit the subscriber, or refuse it."""
+        transfer = self._transfers.get(message.transfer_id)
+        refusal = (
+            session.error
+            or explain_invalid(self._memory.layout, session, message, self._stats)
+            or (
+                self._admit(transfer, session, message)
+                if transfer
+                else self._hold_until_offer(session, message)
             )
-        elif not refusal and transfer is not None:
-            known = transfer.subscribers.get(message.subscriber)
-            if known is not None and (known.session, known.generation) == (
-                session,
-                message.generation,
-            ):
-                if known.state is not SubscriberState.LEFT or not known.is_idle:
-                    return  # repeated
-                refusal = f"generation {message.generation} released transfer {transfer_id} already"
-            else:
-                refusal = explain_refusal(transfer, session, message)
+        )
         if refusal:
             refuse_subscription(self._send, session, message, refusal)
-        elif transfer is not None:
-            heads, first, slots = message.heads, message.first_block_index, message.push_slots
-            self._publisher.send_blocks(
-                self._add_subscriber(transfer, session, message, heads, first, slots),
-                transfer.blocks,
-            )
 
     def release(self, session: Session, message: side_channel.Release) -> None:
         """Handle RELEASE: end the subscriber's load. A RELEASE before the offer is kept."""
@@ -346,6 +324,41 @@ class TransferManager:
         stalls = subscriber.num_writes > 0 and now >= subscriber.writing_since + self._lease_s
         return not subscriber.last_sent_at and not stalls
 
+    def _hold_until_offer(self, session: Session, message: side_channel.Subscribe) -> str:
+        """Hold a SUBSCRIBE whose transfer is not offered yet.
+
+        Returns:
+            Why the SUBSCRIBE is refused; empty if it is held.
+        """
+        if ended := self._ended.get(message.transfer_id):
+            return f"transfer {message.transfer_id} has ended: {ended}"
+        return self._early.add(session, message)
+
+    def _admit(
+        self, transfer: OfferedTransfer, session: Session, message: side_channel.Subscribe
+    ) -> str:
+        """Add a subscriber to an offered transfer, and send it the blocks so far.
+
+        A repeated SUBSCRIBE has no effect until the subscriber has left.
+
+        Returns:
+            Why the SUBSCRIBE is refused; empty if it is not refused.
+        """
+        known = transfer.subscribers.get(message.subscriber)
+        if known and (known.session, known.generation) == (session, message.generation):
+            if known.state is SubscriberState.LEFT and known.is_idle:
+                return (
+                    f"generation {message.generation} released transfer {message.transfer_id} "
+                    "already"
+                )
+            return ""
+        refusal = explain_refusal(transfer, session, message)
+        if not refusal:
+            heads, first, slots = message.heads, message.first_block_index, message.push_slots
+            subscriber = self._add_subscriber(transfer, session, message, heads, first, slots)
+            self._publisher.send_blocks(subscriber, transfer.blocks)
+        return refusal
+
     def _add_subscriber(
         self,
         transfer: OfferedTransfer,
@@ -362,6 +375,7 @@ class TransferManager:
             session,
             message.generation,
             heads,
+            heads.count * self._memory.layout.head_nbytes,
             first_block_index,
             slots,
             push_slots is not None,
@@ -448,12 +462,12 @@ class TransferManager:
     def _end(self, transfer: OfferedTransfer) -> None:
         del self._transfers[transfer.transfer_id]
         self._waiting_for_slots.pop(transfer.transfer_id, None)
-        self._remember(transfer.transfer_id, transfer.close_reason or "released")
+        self._record_end(transfer.transfer_id, transfer.close_reason or "released")
         if transfer.blocks:
             self._memory.release([block.slot for block in transfer.blocks])
         self._finished.append(transfer.transfer_id)
 
-    def _remember(self, transfer_id: str, reason: str) -> None:
+    def _record_end(self, transfer_id: str, reason: str) -> None:
         self._ended[transfer_id] = reason
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

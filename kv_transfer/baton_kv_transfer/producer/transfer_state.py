@@ -57,6 +57,8 @@ class Subscriber:
     session: Session
     generation: int
     heads: HeadRange
+    #: Size of `heads` in a block, in bytes.
+    block_nbytes: int
     first_block_index: int
     #: Push: slots of the consumer's memory for the blocks from first_block_index on.
     slots: NDArray[np.int64]

@@ -37,7 +37,7 @@ def pack_run(address: int, nbytes: int) -> bytes:
     return address.to_bytes(8, "little", signed=True) + nbytes.to_bytes(8, "little", signed=True)
 
 
-def check(iovec: bytes) -> None:
+def check_iovec(iovec: bytes) -> None:
     """Check the iovec of a request.
 
     Raises:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton_kv_transfer.transports.command_queue import CommandQueue
@@ -48,20 +49,15 @@ class SteppedCopy(Protocol):
         """
 
 
+@dataclass(slots=True, eq=False)
 class CopyJob:
     """A copy that this process makes, for a read of its own or for a write of a peer."""
 
-    def __init__(self, copy: SteppedCopy, finish: Callable[[str], None], owner: object) -> None:
-        """Describe the copy.
-
-        Args:
-            copy: the copy.
-            finish: called at the end with the error; "" if there is none.
-            owner: the link or client that requested the copy.
-        """
-        self.copy = copy
-        self.finish = finish
-        self.owner = owner
+    copy: SteppedCopy
+    #: Called at the end with the error; "" if there is none.
+    finish: Callable[[str], None]
+    #: The link or client that requested the copy.
+    owner: object
 
 
 class _Waiting:
@@ -71,20 +67,17 @@ class _Waiting:
     because a context manager made from a generator function would be slower.
     """
 
-    def __init__(
-        self, enter: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll
-    ) -> None:
-        self._enter = enter
-        self._leave = leave
-        self._epoll = epoll
-        self._has_work = False
+    def __init__(self, thread: TransportThread) -> None:
+        self._thread = thread
 
     def __enter__(self) -> int | None:
-        self._has_work = self._enter()
-        return self._epoll.fileno() if self._has_work else None
+        self._has_work = self._thread._handoff.enter()
+        return self._thread._epoll.fileno() if self._has_work else None
 
     def __exit__(self, *reason: object) -> None:
-        self._leave(self._has_work)
+        if self._has_work:
+            self._thread._handoff.hand_back(self._thread._work_as_user())
+        self._thread._handoff.leave()
 
 
 class TransportThread:
@@ -166,7 +159,7 @@ class TransportThread:
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Return the context of Agent.waiting. On exit, the caller does the work of this thread."""
-        return _Waiting(self._handoff.enter, self._leave, self._epoll)
+        return _Waiting(self)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
         """Call `handler` each time the descriptor is readable.
@@ -205,11 +198,6 @@ class TransportThread:
         return taken
 
     # Waiting users
-
-    def _leave(self, has_work: bool) -> None:
-        if has_work:
-            self._handoff.hand_back(self._work_as_user())
-        self._handoff.leave()
 
     def _work_as_user(self) -> bool:
         """Do the work as a user that leaves `waiting`. Return whether work is left."""

@@ -190,18 +190,18 @@ class Producer:
         self.finished += self.side.run_round(self.now)
 
     def offer(self, transfer_id: str = "t", peer: str = "D") -> None:
-        self.side.offer(transfer_id, peer)
+        self.side.transfers.offer(transfer_id, peer)
         self.advance()
 
     def cancel(self, transfer_id: str = "t") -> None:
-        self.side.cancel(transfer_id)
+        self.side.transfers.cancel(transfer_id)
         self.advance()
 
     def save(
         self, block_ids: list[int], first: int = 0, *, last: bool = False, transfer_id: str = "t"
     ) -> None:
         hashes = [chain_hash(first + row) for row in range(len(block_ids))]
-        self.side.save(
+        self.side.transfers.save(
             BlockSave(transfer_id, first, block_ids, hashes, 2 * (first + len(block_ids)), last)
         )
         self.advance()

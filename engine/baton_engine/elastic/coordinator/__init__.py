@@ -4,7 +4,7 @@ coordinator_cli.py      `baton-coordinator`
 coordinator.py          the process: sockets, controller, HTTP
 coordinator_http.py     topology, health and metrics over HTTP
 coordinator_metrics.py  Prometheus metrics
-validation.py           validation of requests and statuses
+topology_validation.py  validation of topology requests and of statuses
 topology_controller.py  changes the topology by at most one operation at a time
 topology_planner.py     decides the next generation: its members and their experts
 controller_config.py    deadlines and thresholds

@@ -21,7 +21,7 @@ from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_engine.elastic.coordinator.topology_controller import TopologyController
-from baton_engine.elastic.coordinator.validation import (
+from baton_engine.elastic.coordinator.topology_validation import (
     OperationRefusal,
     check_status,
     truncate_failure,

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from baton_engine.bounded_log import one_line
-from baton_engine.elastic.coordinator.validation import OperationRefusal
+from baton_engine.elastic.coordinator.topology_validation import OperationRefusal
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_protocol.service_key import AdminRequest
 from baton_protocol.topology import TopologyRequest, TopologyStatus

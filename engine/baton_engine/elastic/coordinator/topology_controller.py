@@ -39,7 +39,11 @@ from baton_engine.elastic.coordinator.roster import Roster, key_of, serves_in
 from baton_engine.elastic.coordinator.stalls import Stalls
 from baton_engine.elastic.coordinator.topology_planner import Need, TopologyPlanner
 from baton_engine.elastic.coordinator.topology_report import topology_status
-from baton_engine.elastic.coordinator.validation import MAX_FAILURE, OperationRefusal, check_request
+from baton_engine.elastic.coordinator.topology_validation import (
+    MAX_FAILURE,
+    OperationRefusal,
+    check_request,
+)
 from baton_protocol.topology import (
     Directive,
     Generation,

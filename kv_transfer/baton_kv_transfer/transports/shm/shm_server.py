@@ -6,15 +6,16 @@ import hmac
 import os
 import socket
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from baton_kv_transfer.transports.iovec import check, count_outside, lengths_of
+from baton_kv_transfer.transports.iovec import check_iovec, count_outside, lengths_of
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, PeerProcess, ProcessNonce
 from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
-from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, encode_request
+from baton_kv_transfer.transports.sockets.peer_link import NOTIF, WRITE, encode_request
 from baton_kv_transfer.transports.sockets.peer_server import (
     MAX_HELLO_BYTES,
     MAX_UNAUTHENTICATED,
@@ -78,7 +79,7 @@ def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
     end = 4 + int.from_bytes(request[:4], "little")
     middle = end + (len(request) - end) // 2
     source, target = request[end:middle], request[middle:]
-    check(target)
+    check_iovec(target)
     if len(source) != len(target) or lengths_of(source).tobytes() != lengths_of(target).tobytes():
         raise ValueError("the runs of a write are not as long as their sources")
     return request[4:end], source, target
@@ -90,13 +91,11 @@ def get_location() -> tuple[str, int, int]:
     return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
 
+@dataclass(eq=False)
 class _Client(PeerClient):
-    """A process that connected. `process` is None until its HELLO was accepted."""
-
-    def __init__(self, connection: FramedSocket, pid: int) -> None:
-        super().__init__(connection, f"process {pid}")
-        self.pid = pid
-        self.process: PeerProcess | None = None
+    pid: int
+    #: The process of the client; None until its HELLO was accepted.
+    process: PeerProcess | None = None
 
     def close(self) -> None:
         super().close()
@@ -132,8 +131,6 @@ class SHMServer(PeerServer[_Client]):
 
     def close(self) -> None:
         self._nonce.clear()
-        self._thread.unwatch(self._listener.fileno())
-        self._listener.close()
         super().close()
 
     def _make_client(self, end: socket.socket, where: Any) -> _Client | None:
@@ -142,20 +139,17 @@ class SHMServer(PeerServer[_Client]):
         )
         if uid not in (os.geteuid(), 0):
             return None
-        return _Client(
-            FramedSocket(end, MAX_HELLO_BYTES, bytes_moved=self._context.bytes_moved), pid
-        )
+        connection = FramedSocket(end, MAX_HELLO_BYTES, bytes_moved=self._context.bytes_moved)
+        return _Client(connection, f"process {pid}", pid)
 
-    def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
-        if kind != HELLO:
-            raise ConnectionError("its first message is not HELLO")
+    def _check_hello(self, client: _Client, payload: bytes) -> str:
         hello = msgspec.msgpack.decode(payload, type=SHMHello)
         if not hello.name or not hmac.compare_digest(hello.peer_nonce, self._nonce.value):
             raise ConnectionError("it does not have this agent's metadata")
         client.process = PeerProcess(client.pid, hello.nonce_address, hello.nonce)
         return hello.name
 
-    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+    def _handle_message(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
         if kind == NOTIF:
             self._context.deliver(client.name, payload)
         elif kind == WRITE:

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from baton_kv_transfer.transports.iovec import check
+from baton_kv_transfer.transports.iovec import check_iovec
 from baton_kv_transfer.transports.sockets.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
 from baton_kv_transfer.transports.sockets.row_io import Rows
 from baton_kv_transfer.transports.transfer import LOST_NOTIFICATION, Transfer, TransportError
@@ -150,12 +150,12 @@ class PeerLink(abc.ABC):
                 connection.flush()
             for kind, number, payload in connection.receive():
                 if kind in (ANSWER, DATA):
-                    self._take(connection, kind, number, payload.decode(errors="replace"))
+                    self._handle_answer(connection, kind, number, payload.decode(errors="replace"))
             self._watch_writable(connection)
         except OSError as error:
             self._lose(connection, f"connection to {self.peer} lost: {error}")
 
-    def _take(self, connection: FramedSocket, kind: int, number: int, error: str) -> None:
+    def _handle_answer(self, connection: FramedSocket, kind: int, number: int, error: str) -> None:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return
@@ -196,5 +196,5 @@ def decode_request(request: bytes) -> tuple[bytes, bytes]:
         ValueError: the request is malformed, has no runs, or is too long for one transfer.
     """
     end = 4 + int.from_bytes(request[:4], "little")
-    check(request[end:])
+    check_iovec(request[end:])
     return request[4:end], request[end:]

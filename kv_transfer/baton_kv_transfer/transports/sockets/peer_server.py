@@ -8,12 +8,13 @@ import logging
 import socket
 import weakref
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from baton_kv_transfer.transports.sockets.framed_socket import MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.sockets.peer_link import ANSWER
+from baton_kv_transfer.transports.sockets.peer_link import ANSWER, HELLO
 from baton_kv_transfer.transports.transfer import CopyError, Region
 from baton_kv_transfer.transports.transport import TransportContext
 
@@ -23,9 +24,9 @@ HELLO_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 128
 #: Limit of the unfinished transfers of one client.
 MAX_UNFINISHED = 2**14
-#: Limit of the requests of one client's unfinished transfers.
+#: Limit of the total size of the requests of one client's unfinished transfers.
 MAX_UNFINISHED_BYTES = 2 * MAX_PAYLOAD_BYTES
-#: Requests of up to this size are limited by MAX_UNFINISHED only, which takes no time to compare.
+#: Only MAX_UNFINISHED limits requests of up to this size, so that no sum has to be computed.
 _SMALL_REQUEST_BYTES = 4096
 #: A client is disconnected if it does not read answers of this size in total.
 MAX_UNSENT_BYTES = 2**24
@@ -35,19 +36,16 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class PeerClient:
-    """A peer that connected. `name` is empty until the peer's HELLO was accepted."""
+    """A peer that connected."""
 
-    def __init__(self, connection: FramedSocket, where: str) -> None:
-        """Take over a new connection.
-
-        Args:
-            connection: messages from and to the peer.
-            where: address or process of the peer, for the log.
-        """
-        self.connection = connection
-        self.where = where
-        self.name = ""
+    #: Messages from and to the peer.
+    connection: FramedSocket
+    #: Address or process of the peer, for the log.
+    where: str
+    #: Name of the peer's agent; empty until the peer's HELLO was accepted.
+    name: str = field(default="", init=False)
 
     def close(self) -> None:
         self.connection.close()
@@ -64,6 +62,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     #: Packed data with which a peer can connect.
     address: bytes
+    _listener: socket.socket
 
     def __init__(self, context: TransportContext) -> None:
         self._context = context
@@ -87,7 +86,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
         """
 
     @abc.abstractmethod
-    def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
+    def _check_hello(self, client: _Client, payload: bytes) -> str:
         """Check HELLO, the first message of a client, and return the client's name.
 
         Raises:
@@ -96,7 +95,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
         """
 
     @abc.abstractmethod
-    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+    def _handle_message(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
         """Carry out a message of a client whose HELLO was accepted.
 
         The message begins a transfer, ends a transfer, or is a notification to deliver.
@@ -106,7 +105,12 @@ class PeerServer(abc.ABC, Generic[_Client]):
         """
 
     def close(self) -> None:
-        """Disconnect all clients."""
+        """Accept no more clients, and disconnect all clients."""
+        self._thread.unwatch(self._listener.fileno())
+        self._listener.close()
+        self.disconnect_all()
+
+    def disconnect_all(self) -> None:
         for client in list(self._clients):
             self._drop(client, "this agent cut all its peers off")
 
@@ -149,9 +153,11 @@ class PeerServer(abc.ABC, Generic[_Client]):
             client.connection.flush()
             for kind, number, payload in client.connection.receive():
                 if client.name:
-                    self._take(client, kind, number, payload)
+                    self._handle_message(client, kind, number, payload)
+                elif kind != HELLO:
+                    raise ConnectionError("its first message is not HELLO")
                 else:
-                    client.name = self._check_hello(client, kind, payload)
+                    client.name = self._check_hello(client, payload)
                     client.connection.max_payload_bytes = MAX_PAYLOAD_BYTES
             self._watch_writable(client)
         except (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from baton_kv_transfer.transports.iovec import count_outside
 from baton_kv_transfer.transports.sockets.framed_socket import DATA, FramedSocket
-from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, READ, WRITE, decode_request
+from baton_kv_transfer.transports.sockets.peer_link import NOTIF, READ, WRITE, decode_request
 from baton_kv_transfer.transports.sockets.peer_server import (
     MAX_HELLO_BYTES,
     MAX_UNAUTHENTICATED,
@@ -56,11 +57,10 @@ def set_options(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // _PROBE_S - 1)
 
 
+@dataclass(eq=False)
 class _Client(PeerClient):
-    def __init__(self, connection: FramedSocket, where: str) -> None:
-        super().__init__(connection, where)
-        #: Notifications of WRITE transfers whose data is still arriving, by transfer number.
-        self.notifs: dict[int, bytes] = {}
+    #: Notifications of WRITE transfers whose data is still arriving, by transfer number.
+    notifs: dict[int, bytes] = field(default_factory=dict)
 
 
 class TCPServer(PeerServer[_Client]):
@@ -104,13 +104,8 @@ class TCPServer(PeerServer[_Client]):
 
     def cut_off(self) -> None:
         """Disconnect all clients and draw a new secret, which makes earlier metadata invalid."""
-        super().close()
+        self.disconnect_all()
         self._draw_secret()
-
-    def close(self) -> None:
-        self._thread.unwatch(self._listener.fileno())
-        self._listener.close()
-        super().close()
 
     def _draw_secret(self) -> None:
         self._secret = os.urandom(_SECRET_BYTES)
@@ -122,7 +117,7 @@ class TCPServer(PeerServer[_Client]):
         connection = FramedSocket(end, MAX_HELLO_BYTES, bytes_moved=self._context.bytes_moved)
         return _Client(connection, f"{where[0]}:{where[1]}")
 
-    def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+    def _handle_message(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
         if kind == DATA:  # all rows of a write have arrived
             if notif := client.notifs.pop(number):
                 self._context.deliver(client.name, notif)
@@ -134,10 +129,8 @@ class TCPServer(PeerServer[_Client]):
         else:
             raise ConnectionError(f"message {number} of kind {kind} is invalid here")
 
-    def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
-        hello = (
-            msgspec.msgpack.decode(payload, type=TCPHello) if kind == HELLO else TCPHello(b"", "")
-        )
+    def _check_hello(self, client: _Client, payload: bytes) -> str:
+        hello = msgspec.msgpack.decode(payload, type=TCPHello)
         if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
             raise ConnectionError("it does not have this agent's metadata")
         client.connection.takes_data = True

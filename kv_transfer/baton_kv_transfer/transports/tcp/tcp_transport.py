@@ -6,9 +6,9 @@
             bytes, delivers the notification and answers.
 
 The requesting side connects to the owner, and first sends the secret from the owner's metadata
-(`peer_link`, `tcp_server`). Bytes move directly between rows and socket (`rows`). The data of a
-transfer is sent in frames, and the frames of several transfers take turns (`framed_socket`). Data
-without a running transfer is discarded.
+(`peer_link`, `tcp_server`). Bytes move directly between rows and socket (`row_io`). The data of a
+transfer is sent in frames, and the frames of several transfers take turns (`framed_socket`). A side
+discards data of a transfer that is not running.
 """
 
 from __future__ import annotations

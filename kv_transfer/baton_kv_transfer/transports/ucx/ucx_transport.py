@@ -19,7 +19,7 @@ import time
 
 import msgspec
 
-from baton_kv_transfer.transports.iovec import check, count_outside, pack
+from baton_kv_transfer.transports.iovec import check_iovec, count_outside, pack
 from baton_kv_transfer.transports.transfer import (
     LOST_NOTIFICATION,
     Region,
@@ -205,7 +205,7 @@ class UCXTransport(Transport):
             return False
         for _ in range(_ROUNDS):
             worker.progress()
-            self._take_messages(worker)
+            self._receive_messages(worker)
             # Discard data of a transfer that has ended, or of an untrusted client.
             worker.discard(DATA_BIT, DATA_BIT)
             if self._cut_failed():
@@ -214,7 +214,7 @@ class UCXTransport(Transport):
                 return False
         return True
 
-    def _take_messages(self, worker: UCXWorker) -> None:
+    def _receive_messages(self, worker: UCXWorker) -> None:
         """Receive and carry out messages until no more arrive.
 
         A message may close an endpoint, after which more messages may arrive, for example a WRITE
@@ -223,20 +223,20 @@ class UCXTransport(Transport):
         has_more = True
         while has_more:
             while arrived := worker.probe(0, DATA_BIT):
-                self._take(worker, *arrived)
+                self._receive(worker, *arrived)
             has_more = worker.call_back()
 
-    def _take(self, worker: UCXWorker, message: int, nbytes: int) -> None:
+    def _receive(self, worker: UCXWorker, message: int, nbytes: int) -> None:
         content = bytearray(nbytes if nbytes <= messages.MAX_MESSAGE_BYTES else 0)
         address = c.addressof(c.c_char.from_buffer(content)) if content else 0
 
         def on_end(error: str) -> None:
             if content and not error:
-                self._handle(content)
+                self._handle_message(content)
 
         worker.take(message, Buffer.of(address, len(content)), on_end)
 
-    def _handle(self, content: bytearray) -> None:
+    def _handle_message(self, content: bytearray) -> None:
         try:
             message = messages.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -258,7 +258,7 @@ class UCXTransport(Transport):
         elif message.session == connection.peer_session and isinstance(message, Notif):
             self._context.deliver(connection.peer_name, message.message)
         elif message.session == connection.session and isinstance(message, Go | UCXRefused | Done):
-            self._take_answer(connection, message)
+            self._handle_answer(connection, message)
 
     def _handle_hello(self, hello: UCXHello) -> None:
         if not hmac.compare_digest(hello.secret, self._secret):
@@ -282,7 +282,7 @@ class UCXTransport(Transport):
 
     def _serve(self, connection: UCXConnection, request: Read | Write) -> None:
         try:
-            check(request.rows)
+            check_iovec(request.rows)
             if refusal := self._context.refuse(request.rows):
                 raise ValueError(refusal)
             if request.transfer in connection.incoming:
@@ -307,7 +307,7 @@ class UCXTransport(Transport):
             if request.awaits_go:
                 connection.send_message(Go(request.session, request.transfer))
 
-    def _take_answer(self, connection: UCXConnection, answer: Go | UCXRefused | Done) -> None:
+    def _handle_answer(self, connection: UCXConnection, answer: Go | UCXRefused | Done) -> None:
         outgoing = connection.outgoing.get(answer.transfer)
         if outgoing is None:
             return
@@ -413,8 +413,8 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are in use but silent, and check that UCX still listens.
 
-        Silence is counted in ticks instead of seconds, so that a process that was suspended reads
-        the messages that have arrived before it cuts connections.
+        Silence is counted in ticks, not in seconds. So a process that was suspended reads the
+        messages that have arrived before it cuts connections.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0

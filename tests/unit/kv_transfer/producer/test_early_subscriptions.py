@@ -50,7 +50,7 @@ def test_the_number_of_early_subscriptions_is_limited(
     producer.offer("t0")
     assert consumer.subscribe("t3") == []
     producer.advance(2 * LEASE_S)
-    assert len(producer.side._transfers._early) == 0
+    assert len(producer.side.transfers._early) == 0
 
 
 def test_a_release_before_the_offer_ends_the_transfer_at_the_offer(

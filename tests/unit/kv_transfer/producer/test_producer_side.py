@@ -305,7 +305,7 @@ class ProducerMachine(RuleBasedStateMachine):
         assert self.producer.memory.exposed == []
         stats = self.producer.stats
         assert (stats.queued_bytes, stats.inflight_bytes) == (0, 0)
-        assert len(self.producer.side._transfers._early) == 0
+        assert len(self.producer.side.transfers._early) == 0
         for loads in self.loads:
             assert all(
                 load.released is not None

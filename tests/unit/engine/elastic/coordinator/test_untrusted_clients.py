@@ -17,7 +17,7 @@ import zmq
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
 from baton_engine.elastic.coordinator.topology_controller import TopologyController
-from baton_engine.elastic.coordinator.validation import (
+from baton_engine.elastic.coordinator.topology_validation import (
     MAX_MEMBERS,
     check_request,
     check_status,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton_engine.elastic.coordinator.validation import (
+from baton_engine.elastic.coordinator.topology_validation import (
     MAX_EXPERTS,
     MAX_FAILURE,
     MAX_MEMBERS,
