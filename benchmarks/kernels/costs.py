@@ -32,8 +32,8 @@ def attention(
 ) -> Cost:
     """Return the cost of attention: keys, values, queries, results and block ids.
 
-    Keys that no query of a sequence attends to do not count, nor do their values and block ids. The
-    FLOPs are two products for each query and each key that the query attends to.
+    Keys to which no query of a sequence attends are not counted, nor are their values and block
+    ids. The FLOPs are two products for each query and each key to which the query attends.
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     num_keys = num_block_ids = num_pairs = 0

@@ -139,7 +139,10 @@ class DPEngineCore(EngineCore):
 
     @property
     def is_changing(self) -> bool:
-        """Whether a change of the generation needs a call to `advance` every POLL_INTERVAL_S."""
+        """Whether a generation is being prepared or committed.
+
+        If so, call `advance` every POLL_INTERVAL_S.
+        """
         standby = self._standby
         return standby is not None and (standby.committed if standby.ready else not standby.failure)
 

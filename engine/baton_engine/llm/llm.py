@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
-from baton_engine.llm.collectors import BeamsCollector, Collector, Prompt
+from baton_engine.llm.collectors import Collector, Prompt
 from baton_engine.llm.engine_args import EngineArgs
 from baton_engine.llm.local_model import LocalModel, check_params, params_list
 from baton_engine.llm.outputs import (
@@ -28,7 +27,6 @@ from baton_engine.llm.prompt_inputs import (
     tokenize,
 )
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
-from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.pooling_params import PoolingParams
 from baton_text.tokenizer import Tokenizer
 
@@ -191,10 +189,7 @@ class LLM:
             collectors = []
             for index, prompt in enumerate(prompt_list(prompts)):
                 tokenized = tokenize(self._model.tokenizer, prompt, index)
-                request = EngineCoreRequest(
-                    self._model.next_id(), tokenized.token_ids, wire, arrival_time=time.time()
-                )
-                collectors.append(BeamsCollector(tokenized, request, self._model.tokenizer))
+                collectors.append(self._model.beams_collector(tokenized, wire))
             self._run(collectors, use_tqdm)
             return [collector.result() for collector in collectors]
 

@@ -17,7 +17,12 @@ import msgspec
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.fetch.cached_model import find_cached_model
-from baton_engine.llm.collectors import Prompt, SamplesCollector, VectorCollector
+from baton_engine.llm.collectors import (
+    BeamsCollector,
+    Prompt,
+    SamplesCollector,
+    VectorCollector,
+)
 from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.model_fetch import fetch_model
 from baton_engine.llm.outputs import Metric
@@ -26,6 +31,7 @@ from baton_engine.llm.prompt_inputs import Message, as_conversations, render_con
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.pooling_params import NO_SAMPLING, PairFormat, PoolingParams
+from baton_protocol.sampling_params import SamplingParams as WireSamplingParams
 from baton_text.chat_template import ChatTemplate
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.score_prompts import encode_pair
@@ -169,6 +175,13 @@ class LocalModel:
         """Return a collector that holds the requests of a prompt and joins their outputs."""
         requests = self._requests(request_id, prompt, params, priority)
         return SamplesCollector(prompt, requests, params, self.tokenizer)
+
+    def beams_collector(self, prompt: Prompt, params: WireSamplingParams) -> BeamsCollector:
+        """Return a collector that holds the request of a beam search and receives its beams."""
+        request = EngineCoreRequest(
+            self.next_id(), prompt.token_ids, params, arrival_time=time.time()
+        )
+        return BeamsCollector(prompt, request, self.tokenizer)
 
     def vector_collector(self, prompt: Prompt, params: PoolingParams) -> VectorCollector:
         """Return a collector that holds the request of a prompt and receives its vector."""

@@ -233,8 +233,8 @@ class DecoderLayer(nn.Module):
 class Model(nn.Module):
     """Base class of decoders and encoders: what a worker needs of one rank's part of a model."""
 
-    #: Start of the names of all tensors, except those of output layers. A checkpoint that was saved
-    #: without an output layer may lack it.
+    #: Prefix of the names of all tensors, except those of output layers. In a checkpoint that was
+    #: saved without an output layer, the names may lack the prefix.
     NAME_PREFIX = "model."
 
     layers: nn.ModuleList

@@ -24,7 +24,7 @@ The implementations are C++ (../cpu/source/attention.h), torch (torch_cpu.py) an
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       visible keys and values of each sequence, queries, results and block ids
-    operations  4 * head_dim per head and pair of a query and a visible key
+    operations  4 * head_dim for each head, each query and each key that the query attends to
 
 A step calls `plan_attention` once, on the host. The plan has what all layers of the step share: the
 implementation, the launch configuration, the split of long sequences and the workspace. Each layer
