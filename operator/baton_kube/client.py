@@ -97,9 +97,7 @@ class ByteBudget:
 
     def _refuse(self, path: str) -> KubeError:
         self.is_exceeded = True
-        message = (
-            f"with {path}, more than {self._max_bytes} bytes would be read, which are too many"
-        )
+        message = f"{path} is too large: more than {self._max_bytes} bytes would be read"
         return KubeError(413, "RequestEntityTooLarge", message)
 
 

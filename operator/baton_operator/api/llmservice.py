@@ -154,17 +154,13 @@ class TopologyStatus(ApiStruct, frozen=True):
     operation: OperationStatus | None = None
 
 
-class DecodeStatus(ApiStruct, frozen=True):
+class DecodeStatus(GroupStatus, kw_only=True, frozen=True):
     """The status of the decode group. The scale subresource reads replicas and selector."""
 
-    desired: Count  #: Desired number of pods.
     #: Pods that serve, of any revision. With expert: ranks that serve in the current generation.
     ready: Count
     replicas: Count  #: Pods that exist, draining ones included.
     selector: str  #: Label selector of the decode pods, for autoscalers.
-    updated: Count = 0  #: Pods of the newest revision, ready or not.
-    #: The newest revision: a hash of the template and configuration of its pods.
-    revision: str | None = None
     topology: TopologyStatus | None = None
     autoscaling: AutoscalingStatus | None = None
 
@@ -219,6 +215,18 @@ def decode_spec(spec: Any) -> Spec:
             f"the spec has {num_bytes} bytes of JSON, and at most {MAX_SPEC_BYTES} are allowed"
         )
     return msgspec.convert(spec, Spec)
+
+
+def value_at(spec: Spec, path: str) -> Any:
+    """Return the value at `path` in the spec; None if it, or a struct above it, is unset.
+
+    Args:
+        path: names of fields, joined by dots. Empty: the whole spec.
+    """
+    value: Any = spec
+    for name in filter(None, path.split(".")):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 def is_deeper(value: Any, num_levels: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from baton_operator.api.llmservice import Spec, decode_spec
+from baton_operator.api.llmservice import Spec, decode_spec, value_at
 from baton_operator.api.spec_access import Gateway
 from baton_operator.api.spec_engine import Engine, merged
 from baton_operator.api.spec_model import MODEL_URI, needs_download
@@ -289,9 +289,7 @@ def violations(spec: Spec) -> list[str]:
     """Return one message for each rule that `spec` breaks, with the path of the rule."""
     broken = []
     for rule in RULES:
-        value: Any = spec
-        for name in filter(None, rule.path.split(".")):
-            value = None if value is None else getattr(value, name)
+        value = value_at(spec, rule.path)
         if value is not None and not rule.holds(value):
             broken.append(f"{rule.path}: {rule.message}" if rule.path else rule.message)
     return broken

@@ -201,8 +201,8 @@ class Autoscaler:
         for pod, error in scraped.errors.items():
             if pod not in service.errors:
                 logger.warning(
-                    "autoscaling of %s: pod %s returned no metrics, so the size may stay until it "
-                    "does: %s",
+                    "autoscaling of %s: pod %s returned no metrics; without them the size of its "
+                    "group may not change: %s",
                     key,
                     pod,
                     error,

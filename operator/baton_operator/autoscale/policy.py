@@ -38,7 +38,6 @@ from baton_operator.autoscale.recommendations import (
     recommend_prefill,
 )
 from baton_operator.autoscale.windows import RoleWindow, Window
-from baton_operator.names import MemberRole
 from baton_operator.status.reasons import METRICS_MISSING, ON_TARGET
 
 Reason = (
@@ -104,7 +103,6 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The decided size of the prefill or decode group, and why."""
 
-    role: MemberRole
     size: int
     reason: Reason
     #: One sentence with the numbers, for status and events.
@@ -148,7 +146,6 @@ def decide(
     what = f"stays at {size}" if size == group.size else f"{group.size} -> {size}"
     recommended = size if choice.recommended is None else choice.recommended
     return Decision(
-        role=group.role,
         size=size,
         reason=choice.reason,
         explanation=f"{group.role} {what}: {choice.why}.",

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 from prometheus_client import Counter
 
+from baton_kube.client import read_body
 from baton_operator.autoscale.windows import ScrapedSample, sample
 from baton_operator.names import MemberRole, url_host
 
@@ -76,7 +77,7 @@ class Scraper:
                 async with slots, self._slots:
                     scraped.samples[target.container] = await self._scrape(target)
                 self._results.labels("ok").inc()
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            except (aiohttp.ClientError, OSError, ValueError) as error:
                 scraped.errors[target.pod] = str(error) or f"no answer within {self._timeout_s:g} s"
                 self._results.labels("error").inc()
 
@@ -87,18 +88,14 @@ class Scraper:
         """Scrape one target, and return the parsed metrics.
 
         Raises:
-            aiohttp.ClientError, OSError, TimeoutError: there was no response.
+            aiohttp.ClientError, OSError: there was no response.
             ValueError: the response is an error, exceeds a limit or contains no metrics.
         """
         request = self._session.get(target.url, allow_redirects=False)
         async with asyncio.timeout(self._timeout_s), request as response:
             if response.status != 200:
                 raise ValueError(f"HTTP {response.status} from {target.url}")
-            body = bytearray()
-            async for chunk in response.content.iter_any():
-                body += chunk
-                if len(body) > self._max_bytes:
-                    raise ValueError(f"more than {self._max_bytes} bytes from {target.url}")
+            body = await read_body(response, self._max_bytes)
         return await asyncio.get_running_loop().run_in_executor(
             self._parser, lambda: sample(target.role, body.decode())
         )

@@ -10,7 +10,7 @@ from baton_operator.api.llmservice import Spec
 from baton_operator.api.spec_groups import AutoscalingBounds
 from baton_operator.autoscale.policy import Behavior, Bounds
 from baton_operator.autoscale.recommendations import Targets
-from baton_operator.names import MEMBER_ROLES, MemberRole
+from baton_operator.names import MemberRole
 
 SCRAPE_S = 15.0  # longest interval between two scrapes
 #: Interval between two scrapes while a role has no engines. The gateway may hold a request until
@@ -55,18 +55,15 @@ def settings_of(spec: Spec) -> dict[MemberRole, Settings]:
 
 
 def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -> Settings:
-    bounds = Bounds(
-        autoscaling.min_replicas, max(autoscaling.min_replicas, autoscaling.max_replicas)
-    )
     behavior = Behavior(
         tolerance=autoscaling.tolerance_percent / 100,
         up_window_s=float(autoscaling.scale_up_stabilization_seconds),
         down_window_s=float(autoscaling.scale_down_stabilization_seconds),
-        # An API server without CEL accepts minReplicas 0 without idleSeconds.
+        # Unset: minReplicas is not 0, so the group is never scaled to zero.
         idle_s=inf if autoscaling.idle_seconds is None else float(autoscaling.idle_seconds),
     )
     return Settings(
-        bounds=bounds,
+        bounds=Bounds(autoscaling.min_replicas, autoscaling.max_replicas),
         targets=targets,
         behavior=behavior,
         quantile=autoscaling.percentile / 100,
@@ -80,7 +77,7 @@ def scrape_period_s(settings: dict[MemberRole, Settings], sizes: dict[MemberRole
     The interval is WAKEFUL_SCRAPE_S while a role has no engines. Otherwise it is SCRAPE_S or a
     quarter of the idle time, whichever is less, but at least WAKEFUL_SCRAPE_S.
     """
-    if any(sizes.get(role) == 0 for role in MEMBER_ROLES if role in settings):
+    if any(sizes.get(role) == 0 for role in settings):
         return WAKEFUL_SCRAPE_S
     idle_s = min(
         (each.behavior.idle_s for each in settings.values() if each.bounds.min == 0), default=inf

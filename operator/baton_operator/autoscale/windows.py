@@ -102,9 +102,9 @@ class CumulativeHistogram(msgspec.Struct, frozen=True):
         return CumulativeHistogram(counts, self.sum - before.sum)
 
     def _at(self, bounds: Sequence[float]) -> list[float]:
-        """Return the number of observations that are certainly at most each of `bounds`.
+        """Return the number of observations up to each of `bounds`, which are in ascending order.
 
-        `bounds` are in ascending order.
+        For a bound that is not in `buckets`, the number is that of the next lower bound.
         """
         counts: list[float] = []
         buckets = iter(sorted(self.buckets.items()))

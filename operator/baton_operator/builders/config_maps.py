@@ -13,6 +13,7 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator import names
+from baton_operator.api.llmservice import value_at
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS, DecodeAutoscaling
 from baton_operator.builders import engine_settings, model_volume, service_key_secret
 from baton_operator.builders.engine_settings import Setting
@@ -138,7 +139,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
     """Return the configuration of `baton-gateway`."""
     values: dict[str, Any] = {}
     for setting in GATEWAY:
-        value = _field(resolved.spec, setting.field)
+        value = value_at(resolved.spec, setting.field)
         if value is not None and (converted := setting.convert(value)) is not None:
             set_field(values, setting.option, converted)
     return GatewayConfig(
@@ -160,14 +161,6 @@ def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> Mode
         quantization=source.quantization,
         max_model_len=source.max_model_len,
     )
-
-
-def _field(spec: msgspec.Struct, path: str) -> Any:
-    """Return the field at `path`; None if a struct on the path is unset."""
-    value: Any = spec
-    for name in path.split("."):
-        value = None if value is None else getattr(value, name)
-    return value
 
 
 # Cached, because msgspec resolves the types at each call.

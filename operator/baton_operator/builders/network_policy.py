@@ -82,8 +82,8 @@ def _pods(labels: dict[str, str]) -> Object:
     return {"podSelector": {"matchLabels": labels}}
 
 
-def _ports(*ports: int) -> list[Object]:
-    return [{"port": port, "protocol": "TCP"} for port in ports]
+def _ports(port: int) -> list[Object]:
+    return [{"port": port, "protocol": "TCP"}]
 
 
 def _policy(

@@ -23,50 +23,43 @@ class Event(msgspec.Struct, frozen=True):
     warning: bool = False
 
 
-class Events:
-    """Writes Events. A write that fails is logged and raises no error."""
+async def emit(kube: Kube, service: Object, event: Event) -> None:
+    """Log an Event about `service`, and write it to the service's namespace.
 
-    def __init__(self, kube: Kube) -> None:
-        self._kube = kube
-
-    async def emit(
-        self, service: Object, reason: str, message: str, *, warning: bool = False
-    ) -> None:
-        """Log an Event about `service`, and write it to the service's namespace.
-
-        A message of more than MAX_MESSAGE characters is truncated.
-        """
-        type_, level = ("Warning", logging.WARNING) if warning else ("Normal", logging.INFO)
-        metadata = service["metadata"]
-        message = message[:MAX_MESSAGE]
-        name = f"{metadata['name']}.{names.content_hash([metadata['uid'], type_, reason, message])}"
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        service_id = {field: metadata[field] for field in ("name", "namespace", "uid")}
-        event = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"name": name, "namespace": metadata["namespace"]},
-            "involvedObject": {"apiVersion": names.API_VERSION, "kind": names.KIND, **service_id},
-            "type": type_,
-            "reason": reason,
-            "message": message,
-            "source": {"component": names.MANAGER},
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-        logger.log(level, "%s %s: %s", metadata["name"], reason, message)
-        try:
-            present = await self._kube.read("Event", metadata["namespace"], name)
-            if present is None:
-                await self._kube.create(event)
-            else:
-                again = {"count": present.get("count", 1) + 1, "lastTimestamp": now}
-                await self._kube.merge("Event", metadata["namespace"], name, again)
-        except (KubeError, OSError) as error:
-            logger.warning(
-                "the Event %s of LLMService %s could not be written: %s",
-                reason,
-                metadata["name"],
-                error,
-            )
+    A message of more than MAX_MESSAGE characters is truncated. A write that fails is logged and
+    raises no error.
+    """
+    type_, level = ("Warning", logging.WARNING) if event.warning else ("Normal", logging.INFO)
+    metadata = service["metadata"]
+    reason, message = event.reason, event.message[:MAX_MESSAGE]
+    name = f"{metadata['name']}.{names.content_hash([metadata['uid'], type_, reason, message])}"
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    service_id = {field: metadata[field] for field in ("name", "namespace", "uid")}
+    stored = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": metadata["namespace"]},
+        "involvedObject": {"apiVersion": names.API_VERSION, "kind": names.KIND, **service_id},
+        "type": type_,
+        "reason": reason,
+        "message": message,
+        "source": {"component": names.MANAGER},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+    }
+    logger.log(level, "%s %s: %s", metadata["name"], reason, message)
+    try:
+        present = await kube.read("Event", metadata["namespace"], name)
+        if present is None:
+            await kube.create(stored)
+        else:
+            again = {"count": present.get("count", 1) + 1, "lastTimestamp": now}
+            await kube.merge("Event", metadata["namespace"], name, again)
+    except (KubeError, OSError) as error:
+        logger.warning(
+            "the Event %s of LLMService %s could not be written: %s",
+            reason,
+            metadata["name"],
+            error,
+        )

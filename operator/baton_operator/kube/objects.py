@@ -64,9 +64,10 @@ class Kube:
 
         The results are stored in `policy_api` and `http_routes`.
         """
-        versions = ("policy/v1", "policy/v1beta1")
         served = [
-            version for version in versions if await self._serves(version, "poddisruptionbudgets")
+            version
+            for version in ("policy/v1", "policy/v1beta1")
+            if await self._serves(version, "poddisruptionbudgets")
         ]
         self.policy_api = served[0] if served else None
         self.http_routes = await self._serves(*self.resource("HTTPRoute"))
@@ -146,9 +147,7 @@ class Kube:
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Return whether the object exists. The API server sends only its metadata."""
-        path = self.path(kind, namespace, name)
-        found = await self._find(path, metadata_only=True)
-        return found is not None
+        return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
     async def list_all(
         self,

@@ -236,13 +236,12 @@ def member(pod: Object) -> Member:
     """Return the observed state of a prefill or decode pod, as the input of the planner."""
     metadata, status = pod["metadata"], pod.get("status", {})
     annotations = metadata.get("annotations") or {}
-    phase = status.get("phase", "Pending")
     return Member(
         name=metadata["name"],
         ordinal=names.ordinal_of(metadata["name"]),
         revision=metadata["labels"].get(names.LABEL_REVISION, ""),
         ready=is_ready(pod),
-        failed=phase in ("Failed", "Succeeded"),
+        failed=has_ended(pod),
         serving=bool(status.get("podIP"))
         and any(map(_started, status.get("containerStatuses") or [])),
         draining=annotations.get(names.ANNOTATION_DRAINING) == "true",
@@ -308,6 +307,11 @@ def is_ready(pod: Object) -> bool:
     return condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get(
         "deletionTimestamp"
     )
+
+
+def has_ended(pod: Object) -> bool:
+    """Return whether all containers of the pod have ended and will not run again."""
+    return (pod.get("status") or {}).get("phase") in ("Failed", "Succeeded")
 
 
 def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:

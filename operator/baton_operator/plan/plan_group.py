@@ -8,10 +8,13 @@ before the next one begins:
    (`reconcile/drain.py`).
 3. The member is deleted.
 
-A rollout replaces members of an earlier revision within two bounds: at most `desired + max_surge`
-members exist, including members that leave, and at least `desired - max_unavailable` members serve.
-New members that are not ready do not serve. So if a new revision never becomes ready, its rollout
-stops at the second bound, and the other members keep serving.
+A rollout replaces members of an earlier revision within two bounds:
+
+- At most `desired + max_surge` members exist, including members that leave.
+- At least `desired - max_unavailable` members are ready.
+
+So if a new revision never becomes ready, its rollout stops at the second bound, and the other
+members keep serving.
 
 If a new member fits on no node, an old member leaves after `surge_timeout_s` to make room.
 

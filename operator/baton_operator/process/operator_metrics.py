@@ -72,7 +72,8 @@ class Metrics:
         )
 
 
-#: Connections to /health and /metrics. Any pod may open them. Above, the oldest one is closed.
+#: Maximum number of connections to /health and /metrics, which any pod may open. A further
+#: connection closes the oldest one.
 MAX_CONNECTIONS = 128
 #: Connections that are accepted in one turn of the event loop. A request takes about three turns,
 #: in which a burst must not open MAX_CONNECTIONS further connections.

@@ -113,13 +113,11 @@ class Runtime:
             kind: kind of the object in the event, such as Pod.
             version: resource version of the object in the event.
         """
-
-        def observe() -> None:
-            self.controller.observe(
+        self._loop.call_soon_threadsafe(
+            lambda: self.controller.observe(
                 key, kind, version, is_own_write=self.kube.is_own_write(version)
             )
-
-        self._loop.call_soon_threadsafe(observe)
+        )
 
     def queue_all(self, path: str) -> None:
         """Queue a reconcile of every service, after a watch listed the collection at `path`.

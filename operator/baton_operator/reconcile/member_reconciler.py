@@ -13,7 +13,7 @@ import msgspec
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
 from baton_operator.builders.resolved_service import controlled_by
-from baton_operator.kube.events import Events
+from baton_operator.kube.events import Event, emit
 from baton_operator.kube.objects import Kube
 from baton_operator.observe.freshness import StaleReadError
 from baton_operator.observe.pod_clients import CoordinatorClient
@@ -32,10 +32,9 @@ from baton_protocol.topology import TopologyRequest
 class MemberReconciler:
     """Takes the next step of each group of members in each call of `reconcile`."""
 
-    def __init__(self, kube: Kube, coordinators: CoordinatorClient, events: Events) -> None:
+    def __init__(self, kube: Kube, coordinators: CoordinatorClient) -> None:
         self._kube = kube
         self._coordinators = coordinators
-        self._events = events
         #: Pods that the API server refuses. The status reports the reasons.
         self.refused_pods = RefusedPods()
 
@@ -121,7 +120,7 @@ class MemberReconciler:
         if topology is not None:
             members = ", ".join(request.members)
             message = f"operation {request.operation_id}: requested a topology of {members}"
-            await self._events.emit(observed.service, "TopologyRequested", message)
+            await emit(self._kube, observed.service, Event("TopologyRequested", message))
 
     async def _change_members(
         self,
@@ -178,7 +177,7 @@ class MemberReconciler:
                     errors.append(error)
             else:
                 message = f"pod {name} gets no new requests and finishes running ones"
-                await self._events.emit(service, "Draining", message)
+                await emit(self._kube, service, Event("Draining", message))
         return errors
 
     async def _delete_pods(
@@ -188,7 +187,8 @@ class MemberReconciler:
         namespace = service["metadata"]["namespace"]
         for deletion in deletions:
             if await self._kube.delete("Pod", namespace, deletion.name, uids[deletion.name]):
-                await self._events.emit(service, "Deleted", f"pod {deletion.name}: {deletion.why}")
+                message = f"pod {deletion.name}: {deletion.why}"
+                await emit(self._kube, service, Event("Deleted", message))
 
     async def _create_pods(
         self, service: Object, pods: list[Object]
@@ -211,14 +211,13 @@ class MemberReconciler:
                     except (NameConflict, KubeError) as conflict:
                         errors.append(conflict)
                     continue
-                await self._events.emit(
-                    service, "CreateFailed", f"pod {name}: {error}", warning=True
-                )
+                failed = Event("CreateFailed", f"pod {name}: {error}", warning=True)
+                await emit(self._kube, service, failed)
                 if refusal := refusal_of(error, name):
                     return refusal, errors
                 errors.append(error)
             else:
-                await self._events.emit(service, "Created", f"pod {name}")
+                await emit(self._kube, service, Event("Created", f"pod {name}"))
         return None, errors
 
     async def _restore_labels(self, service: Object, pod: Object) -> None:

@@ -15,9 +15,8 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key_secret
-from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
-from baton_operator.kube.events import Events
+from baton_operator.kube.events import emit
 from baton_operator.kube.objects import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import observe
@@ -45,7 +44,7 @@ from baton_operator.status.report import report, report_defect
 from baton_operator.status.report_events import new_events
 from baton_operator.status.report_group import ReportedGroup, gateway_group, member_group
 from baton_operator.status.status_probes import StatusProbes
-from baton_operator.status.status_writer import StatusWriter
+from baton_operator.status.status_writer import write_status
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,7 @@ class Reconciler:
         self._clock = clock
         self._probes = probes or StatusProbes(None)
         self._restrictions = restrictions
-        self._members = MemberReconciler(kube, coordinators, Events(kube))
-        self._status = StatusWriter(kube, Events(kube))
+        self._members = MemberReconciler(kube, coordinators)
         #: By service: `ReconcileState.objects_hash` of the last reconcile. Only services whose last
         #: reconcile left all objects as desired have an entry.
         self._verified: dict[names.Key, str] = {}
@@ -154,8 +152,11 @@ class Reconciler:
         can_create_members = await self._write_objects(state, desired)
         # 6. Take the next step of each group of members, if the objects that they need exist.
         if can_create_members and await self._members.reconcile(state, desired):
-            # 7. Delete ConfigMaps that no pod needs.
-            await self._delete_unused_config_maps(state, desired)
+            # 7. Delete ConfigMaps that no pod needs. If all objects match, store their hash.
+            needed = desired.config_maps | state.restored_config_maps
+            await delete_unused_config_maps(self._kube, needed, state.observed)
+            if state.objects_match:
+                self._verified[state.observed.key] = state.objects_hash
 
     def _forget(self, key: names.Key) -> None:
         """Drop the cached state of a deleted service."""
@@ -204,7 +205,9 @@ class Reconciler:
         raise problem
 
     async def _build_from(self, spec: Object, state: ReconcileState) -> Desired:
-        """Build the desired state from `spec`, and create the service's key if necessary.
+        """Build the desired state from `spec`, for the optional APIs that the API server has.
+
+        If the service has no key yet, create it.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
@@ -216,15 +219,6 @@ class Reconciler:
         key = await ensure_service_key(self._kube, resolved, state.observed.key_secret)
         state.observed = msgspec.structs.replace(state.observed, service_key=key)
         resolved = msgspec.structs.replace(resolved, key_name=service_key_secret.name_of(key))
-        return await self._compute(resolved, keep_coordinator=state.observed.has_ranks)
-
-    async def _compute(self, resolved: ResolvedService, *, keep_coordinator: bool) -> Desired:
-        """Compute the desired state, for the optional APIs that the API server has.
-
-        Raises:
-            InvalidSpec: the builders reject the spec.
-            KubeError: the API server refused the discovery of HTTPRoutes.
-        """
         has_http_routes = self._kube.http_routes
         if resolved.spec.gateway.http_route is not None:
             has_http_routes = await self._kube.discover_http_routes()
@@ -232,7 +226,7 @@ class Reconciler:
             return compute_desired(
                 resolved,
                 self._kube.policy_api,
-                keep_coordinator=keep_coordinator,
+                keep_coordinator=state.observed.has_ranks,
                 operator_namespace=self._operator_namespace,
                 http_routes=has_http_routes,
             )
@@ -266,13 +260,6 @@ class Reconciler:
             raise RuntimeError(f"objects are missing after all were written: {sorted(missing)}")
         return not missing
 
-    async def _delete_unused_config_maps(self, state: ReconcileState, desired: Desired) -> None:
-        """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""
-        needed = desired.config_maps | state.restored_config_maps
-        await delete_unused_config_maps(self._kube, needed, state.observed)
-        if state.objects_match:
-            self._verified[state.observed.key] = state.objects_hash
-
     async def _report(self, state: ReconcileState, groups: dict[names.Role, ReportedGroup]) -> bool:
         """Write the status and its Events. Return whether the service is Ready."""
         observed, service, resolved = state.observed, state.observed.service, state.resolved
@@ -285,11 +272,12 @@ class Reconciler:
             now=state.now,
             spec_revision=state.spec_revision,
         )
-        written = await self._status.write(service, status)
+        written = await write_status(self._kube, service, status)
         if written is not None:
             observed.freshness.record("LLMService", written["metadata"]["resourceVersion"])
         scaled = self._autoscaler.take_events(resolved) if resolved is not None else []
-        await self._status.emit(service, [*scaled, *new_events(service, status, problem)])
+        for event in [*scaled, *new_events(service, status, problem)]:
+            await emit(self._kube, service, event)
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _probe_groups(
@@ -321,8 +309,9 @@ class Reconciler:
             if service is not None:
                 problem = problem_of(error)
                 status = report_defect(service, problem, self._clock())
-                await self._status.write(service, status)
-                await self._status.emit(service, new_events(service, status, problem))
+                await write_status(self._kube, service, status)
+                for event in new_events(service, status, problem):
+                    await emit(self._kube, service, event)
         except Exception:
             logger.exception("%s: the status could not be written after an internal error", key)
 

@@ -11,5 +11,5 @@
 - `suspended_engines`: which engines are asleep or paused.
 - `reasons`: the reasons of conditions, by progress and failure.
 - `status_probes`: requests for state that no watched object contains.
-- `status_writer`: writes the status and the Events.
+- `status_writer`: writes the status.
 """

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from baton_kube.client import SERVICE_ACCOUNT, Object
-from baton_operator.observe.observation import Reference
+from baton_operator.observe.observation import Reference, has_ended
 
 _REFERENCE_FIELDS = (
     *(("Secret", field) for field in ("secret", "secretRef", "secretKeyRef")),
@@ -17,10 +17,7 @@ _REFERENCE_FIELDS = (
 def may_lack_objects(pod: Object) -> bool:
     """Return whether the pod is scheduled and may wait for Secrets or ConfigMaps to exist."""
     status = pod.get("status") or {}
-    if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in (
-        "Failed",
-        "Succeeded",
-    ):
+    if not (pod.get("spec") or {}).get("nodeName") or has_ended(pod):
         return False
     containers = [
         *(status.get("initContainerStatuses") or []),

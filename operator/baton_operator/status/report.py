@@ -74,6 +74,7 @@ def report(
         if exposed := _kv_transfer_verdict(resolved):
             verdicts["KVTransferProtected"] = exposed
     is_ready = verdicts["Ready"].status == "True"
+    prefill, gateway = groups.get("prefill"), groups.get("gateway")
     return Status(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
@@ -82,9 +83,11 @@ def report(
         ingress_endpoint=_ingress_endpoint(resolved),
         conditions=_conditions(service, verdicts, now),
         model=model_status(resolved.spec.model, members, before.get("model")) if resolved else None,
-        prefill=_prefill_status(groups.get("prefill")),
+        prefill=PrefillStatus(**_counts(prefill), autoscaling=prefill.autoscaling)
+        if prefill
+        else None,
         decode=_decode_status(groups.get("decode"), service),
-        gateway=_gateway_status(groups.get("gateway")),
+        gateway=GroupStatus(**_counts(gateway)) if gateway else None,
     )
 
 
@@ -212,12 +215,13 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
 
 
 def _counts(group: ReportedGroup) -> dict[str, Any]:
-    newest = {"updated": len(group.newest), "revision": group.newest_revision}
-    return {"desired": group.desired, "ready": group.ready, **newest}
-
-
-def _prefill_status(group: ReportedGroup | None) -> PrefillStatus | None:
-    return PrefillStatus(**_counts(group), autoscaling=group.autoscaling) if group else None
+    """Return the fields of `GroupStatus`."""
+    return {
+        "desired": group.desired,
+        "ready": group.ready,
+        "updated": len(group.newest),
+        "revision": group.revision,
+    }
 
 
 def _decode_status(group: ReportedGroup | None, service: Object) -> DecodeStatus | None:
@@ -230,10 +234,6 @@ def _decode_status(group: ReportedGroup | None, service: Object) -> DecodeStatus
         topology=group.topology.status if group.topology else None,
         autoscaling=group.autoscaling,
     )
-
-
-def _gateway_status(group: ReportedGroup | None) -> GroupStatus | None:
-    return GroupStatus(**_counts(group)) if group else None
 
 
 def _endpoint(resolved: ResolvedService | None, observed: Observation) -> str | None:

@@ -12,7 +12,13 @@ from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_operator.observe.observation import Observation, Reference, condition, is_ready
+from baton_operator.observe.observation import (
+    Observation,
+    Reference,
+    condition,
+    has_ended,
+    is_ready,
+)
 from baton_operator.plan.refused_pods import POD_REFUSED, PodRefusal, refusal_reason
 from baton_operator.plan.topology_view import (
     recorded_topology,
@@ -42,12 +48,10 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     role: names.Role
     desired: int
     pods: list[Object]
-    #: Newest revision of the members. None: the group is a Deployment.
+    #: Newest revision of the pods. None: it is not known, and every pod counts as newest.
     revision: str | None = None
-    #: Whether all pods of the Deployment have the newest revision.
+    #: Whether the gateway's Deployment has replaced all pods of earlier revisions.
     updated: bool = True
-    #: Newest revision of the Deployment's pods.
-    template_revision: str | None = None
     #: Topology of an expert-parallel group. For such a group, `ready` counts ranks if the
     #: coordinator replies.
     topology: GroupTopology | None = None
@@ -72,12 +76,7 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def current(self) -> list[Object]:
         """The pods, without those that are draining, are being deleted or have ended."""
-        ended = ("Failed", "Succeeded")  # for example an evicted pod, whose replacement counts
-        return [
-            pod
-            for pod in self.pods
-            if not is_leaving(pod) and pod.get("status", {}).get("phase") not in ended
-        ]
+        return [pod for pod in self.pods if not is_leaving(pod) and not has_ended(pod)]
 
     @property
     def current_names(self) -> set[str]:
@@ -91,26 +90,22 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(is_ready, self.current))
 
     @property
-    def newest_revision(self) -> str | None:
-        return self.revision or self.template_revision
-
-    @property
     def newest(self) -> list[Object]:
-        """The current pods of the newest revision; all current pods if the revision is unknown."""
+        """The current pods of the newest revision."""
         return [pod for pod in self.current if self.is_newest(pod)]
 
     @property
     def outdated(self) -> bool:
         """Whether the group has pods of an earlier revision.
 
-        For a Deployment, False until the desired number of pods serve.
+        For the gateway, False until the desired number of pods serve.
         """
-        if self.revision is None:
+        if self.role == "gateway":
             return not self.updated and self.ready >= self.desired
         return len(self.newest) < len(self.current)
 
     def is_newest(self, pod: Object) -> bool:
-        return self.newest_revision in (None, pod["metadata"]["labels"].get(names.LABEL_REVISION))
+        return self.revision in (None, pod["metadata"]["labels"].get(names.LABEL_REVISION))
 
 
 def member_group(
@@ -163,8 +158,8 @@ def gateway_group(
         role="gateway",
         desired=resolved.spec.gateway.replicas,
         pods=observed.role_pods("gateway"),
+        revision=revision,
         updated=deployment is not None and _is_rolled_out(deployment),
-        template_revision=revision,
         refusal=refusal_of_deployment(deployment) if deployment else None,
         route=diagnose_route(route) if route else None,
         missing=observed.missing,
@@ -185,10 +180,8 @@ def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology
     """Return the topology of the expert-parallel group, from the last reply of the coordinator."""
     assert resolved.coordinator is not None, "a group has ranks only with a coordinator"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
-    topology, recorded = (
-        observed.topology,
-        recorded_topology(observed.service, resolved.coordinator),
-    )
+    topology = observed.topology
+    recorded = recorded_topology(observed.service, resolved.coordinator)
     status = topology_for_status(topology, recorded, pods, resolved.coordinator)
     return GroupTopology(
         status=status if resolved.replicas("decode") else without_waiting_operation(status),
@@ -258,15 +251,14 @@ def _verdict_without_pods(group: ReportedGroup) -> Verdict:
 
 def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
     """Yield a diagnosis of each obstacle that keeps the group from serving, most specific first."""
-    # A failed member is included, because it may show why its replacement fails. Failed pods of a
-    # Deployment are left out, because they remain after their replacement is ready.
+    current = group.current
+    # A failed member is included, because it may show why its replacement fails. Failed gateway
+    # pods are left out, because they remain after their replacement is ready.
     judged = (
-        group.current
-        if group.revision is None
-        else [pod for pod in group.pods if not is_leaving(pod)]
+        current if group.role == "gateway" else [pod for pod in group.pods if not is_leaving(pod)]
     )
     if found := diagnose([*judged, *group.coordinators], group.missing):
-        yield Diagnosis(found.reason, f"{found.message}{retry_text(group.current, group.loading)}")
+        yield Diagnosis(found.reason, f"{found.message}{retry_text(current, group.loading)}")
     if group.refusal is not None:
         yield Diagnosis(group.refusal.reason, group.refusal.message)
     if group.topology is not None:
@@ -275,7 +267,6 @@ def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
         is_lost = scaling.reason == Failure.COORDINATOR_UNREACHABLE and group.topology.has_ranks
         if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
             yield Diagnosis(scaling.reason, scaling.message)
-    current = group.current
     if suspended := diagnose_suspended(current, group.suspended):
         yield suspended
     if going := [pod for pod in group.pods if pod not in current]:

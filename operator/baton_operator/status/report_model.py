@@ -1,9 +1,13 @@
 """Compute the condition ModelAvailable, and the model in the status. Pure.
 
 ModelAvailable shows whether pods have the model, and the progress of pods that fetch or load it.
+The first verdict of `_POLICIES` is the condition.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,6 +16,7 @@ from baton_operator.api.spec_model import Model, ModelStatus, needs_download
 from baton_operator.builders.model_volume import FETCHER, source
 from baton_operator.observe.observation import condition, is_ready
 from baton_operator.status.diagnose import (
+    Diagnosis,
     Verdict,
     diagnose_fatal,
     diagnose_loading,
@@ -20,6 +25,7 @@ from baton_operator.status.diagnose import (
 )
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
+from baton_protocol.process.health import Health
 
 #: FATAL reasons of fetchers and engines that are about the model's files.
 MODEL_REASONS = {
@@ -49,72 +55,136 @@ class _Fetched(msgspec.Struct):
     revision: str
 
 
+class _ModelState(NamedTuple):
+    """What the pods show about the model.
+
+    Only pods of the newest revision count, because other pods may have another model.
+    """
+
+    model: Model
+    #: Why the API server refused a pod, or else the first problem of this reconcile. Empty: no pod
+    #: was refused, and there is no problem.
+    refusal: str
+    had_model: bool  # whether pods had this model, according to the previous status
+    has_pods: bool  # whether pods of any revision exist
+    pods: list[Object]  # of the newest revision, sorted by name
+    suspended: set[str]  # names of the pods that are paused or asleep
+    health: Mapping[str, Health]  # replies of pods that fetch or load the model, by pod name
+    loading: Diagnosis | None  # the progress of one of `pods`
+
+
 def model_verdict(
     model: Model, members: list[ReportedGroup], refusal: str, before: Object
 ) -> Verdict:
     """Return the verdict on the condition ModelAvailable.
 
-    The condition describes only members of the newest revision, because other members may have
-    another model.
-
     Args:
-        refusal: why the API server refused a pod, or else the first problem of this reconcile.
-            Empty: no pod was refused, and there is no problem.
+        refusal: as in `_ModelState`.
         before: the previous status of the service.
     """
-    if model.uri.startswith("image://") and "volume" in refusal.lower():
-        text = (
-            "this cluster refuses image volumes "
-            "(they need Kubernetes 1.31 or newer with the feature ImageVolume)"
-        )
-        return Verdict("False", Failure.IMAGE_VOLUME_UNSUPPORTED, f"{text}: {refusal}")
+    was_available = condition({"status": before}, MODEL_AVAILABLE).get("status") == "True"
     pods = sorted_by_name(pod for group in members for pod in group.newest)
-    health = {name: found for group in members for name, found in group.loading.items()}
-    for pod in pods:
+    health = {name: reply for group in members for name, reply in group.loading.items()}
+    state = _ModelState(
+        model=model,
+        refusal=refusal,
+        had_model=was_available and (before.get("model") or {}).get("uri") == model.uri,
+        has_pods=any(group.current for group in members),
+        pods=pods,
+        suspended={name for group in members for name in group.suspended},
+        health=health,
+        loading=diagnose_loading(pods, health),
+    )
+    return next(found for policy in _POLICIES if (found := policy(state)))
+
+
+def _image_volume_refused(state: _ModelState) -> Verdict | None:
+    if not state.model.uri.startswith("image://") or "volume" not in state.refusal.lower():
+        return None
+    text = (
+        "this cluster refuses image volumes "
+        "(they need Kubernetes 1.31 or newer with the feature ImageVolume)"
+    )
+    return Verdict("False", Failure.IMAGE_VOLUME_UNSUPPORTED, f"{text}: {state.refusal}")
+
+
+def _fatal(state: _ModelState) -> Verdict | None:
+    for pod in state.pods:
         found = None if is_ready(pod) else diagnose_fatal(pod)
         if found and found.reason in MODEL_REASONS:
-            return Verdict("False", found.reason, f"{found.message}{retry_text([pod], health)}")
-    if missing := next(filter(None, (_missing_claim(model, pod) for pod in pods)), None):
-        return Verdict("False", Failure.MODEL_MISSING, missing)
-    had_before = _had_model(model, before)
-    if not pods and had_before:
-        return _verdict_without_pods(model, members)
-    if not pods:
+            text = f"{found.message}{retry_text([pod], state.health)}"
+            return Verdict("False", found.reason, text)
+    return None
+
+
+def _claim_missing(state: _ModelState) -> Verdict | None:
+    # The volume is the same in all namespaces.
+    volume = source(state.model, "decode", "").volume
+    claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+    for pod in state.pods:
+        text = condition(pod, "PodScheduled").get("message") or ""
+        if f'persistentvolumeclaim "{claim}" not found' in text:
+            message = f"pod {pod['metadata']['name']}: {text}; create the claim"
+            return Verdict("False", Failure.MODEL_MISSING, message)
+    return None
+
+
+def _without_pods(state: _ModelState) -> Verdict | None:
+    if state.pods:
+        return None
+    if not state.had_model:
         return Verdict("Unknown", Settled.NOT_OBSERVED, "no pod of the newest revision exists yet")
-    suspended = {name for group in members for name in group.suspended}
-    have = [pod for pod in pods if _has_model(model, pod) or pod["metadata"]["name"] in suspended]
-    under_way = diagnose_loading(pods, health)
-    if have:
-        counts = f"{len(have)} of {len(pods)} pods have the model"
-        text = f"{counts}; {under_way.message}" if under_way else counts
-        return Verdict("True", Settled.AVAILABLE, text)
-    if had_before and not needs_download(model.uri):
-        text = under_way.message if under_way else "earlier pods had the model; new pods load it"
-        return Verdict("True", Settled.AVAILABLE, text)
-    if under_way:
-        return Verdict(
-            "False" if needs_download(model.uri) else "Unknown", under_way.reason, under_way.message
-        )
-    return Verdict("Unknown", Progress.STARTING, "no pod has reported progress on the model yet")
+    text = "earlier pods had the model; no pod of the newest revision runs yet"
+    if not state.has_pods:
+        cache = state.model.cache
+        is_kept = cache is not None and bool(cache.host_path or cache.claim)
+        is_lost = needs_download(state.model.uri) and not is_kept
+        again = "; the next pod downloads it again" if is_lost else ""
+        text = f"earlier pods had the model; no pod runs now{again}"
+    return Verdict("True", Settled.AVAILABLE, text)
 
 
-def _verdict_without_pods(model: Model, members: list[ReportedGroup]) -> Verdict:
-    """Return the verdict on ModelAvailable for groups without pods of the newest revision.
+def _pods_have_model(state: _ModelState) -> Verdict | None:
+    have = [
+        pod
+        for pod in state.pods
+        if _has_model(state.model, pod) or pod["metadata"]["name"] in state.suspended
+    ]
+    if not have:
+        return None
+    counts = f"{len(have)} of {len(state.pods)} pods have the model"
+    text = f"{counts}; {state.loading.message}" if state.loading else counts
+    return Verdict("True", Settled.AVAILABLE, text)
 
-    Call this function only if earlier pods had the model.
-    """
-    if any(group.current for group in members):
-        text = "earlier pods had the model; no pod of the newest revision runs yet"
-        return Verdict("True", Settled.AVAILABLE, text)
-    is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
-    again = "; the next pod downloads it again" if needs_download(model.uri) and not is_kept else ""
-    return Verdict("True", Settled.AVAILABLE, f"earlier pods had the model; no pod runs now{again}")
+
+def _pods_had_model(state: _ModelState) -> Verdict | None:
+    if not state.had_model or needs_download(state.model.uri):
+        return None
+    waiting = "earlier pods had the model; new pods load it"
+    return Verdict("True", Settled.AVAILABLE, state.loading.message if state.loading else waiting)
 
 
-def _had_model(model: Model, before: Object) -> bool:
-    """Return whether pods had the model at `model.uri`, according to the status `before`."""
-    was_available = condition({"status": before}, MODEL_AVAILABLE).get("status") == "True"
-    return was_available and (before.get("model") or {}).get("uri") == model.uri
+def _pods_load_model(state: _ModelState) -> Verdict:
+    if not state.loading:
+        text = "no pod has reported progress on the model yet"
+        return Verdict("Unknown", Progress.STARTING, text)
+    return Verdict(
+        "False" if needs_download(state.model.uri) else "Unknown",
+        state.loading.reason,
+        state.loading.message,
+    )
+
+
+#: What the pods may show, the most urgent first. The condition is the first verdict.
+_POLICIES: tuple[Callable[[_ModelState], Verdict | None], ...] = (
+    _image_volume_refused,
+    _fatal,
+    _claim_missing,
+    _without_pods,
+    _pods_have_model,
+    _pods_had_model,
+    _pods_load_model,
+)
 
 
 def model_status(
@@ -155,12 +225,3 @@ def _fetcher_end(pod: Object) -> Object:
     containers = pod.get("status", {}).get("initContainerStatuses") or []
     state = next((each.get("state") for each in containers if each["name"] == FETCHER), None) or {}
     return state.get("terminated") or {}
-
-
-def _missing_claim(model: Model, pod: Object) -> str | None:
-    """Return a message if the PersistentVolumeClaim of the model does not exist, else None."""
-    text = condition(pod, "PodScheduled").get("message") or ""
-    # The volume is the same in all namespaces.
-    claim = source(model, "decode", "").volume.get("persistentVolumeClaim", {}).get("claimName")
-    is_missing = f'persistentvolumeclaim "{claim}" not found' in text
-    return f"pod {pod['metadata']['name']}: {text}; create the claim" if is_missing else None

@@ -17,28 +17,22 @@ _NO_MEASUREMENTS = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no mea
 
 
 def scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
-    """Return the verdict on the condition Scaling of a service; None if nothing scales its groups.
+    """Return the verdict on the condition Scaling.
+
+    While an expert-parallel group is not at rest, and if no group has `autoscaling`, the condition
+    describes the topology. Otherwise the condition describes the groups with `autoscaling`.
 
     Args:
         members: the prefill and decode groups.
+
+    Returns:
+        None if no group is expert-parallel or has `autoscaling`.
     """
-    of_topology = [
-        topology_verdict(group.topology, group.desired) for group in members if group.topology
-    ]
+    of_topology = next(
+        (topology_verdict(group.topology, group.desired) for group in members if group.topology),
+        None,
+    )
     sized = [group for group in members if group.autoscaling]
-    return autoscaling_verdict(sized, of_topology[0] if of_topology else None)
-
-
-def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None) -> Verdict | None:
-    """Return the verdict on Scaling from both of its sources; None if there is neither.
-
-    While an expert-parallel group is not at rest, and if `sized` is empty, the condition is
-    `of_topology`. Otherwise the condition describes the groups in `sized`.
-
-    Args:
-        sized: the groups with `autoscaling`.
-        of_topology: the condition Scaling of the expert-parallel group; None without such a group.
-    """
     if not sized or (of_topology is not None and of_topology.reason != Settled.AT_REST):
         return of_topology
     statuses = [group.autoscaling for group in sized if group.autoscaling is not None]

@@ -110,8 +110,8 @@ def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) 
         known = None  # another operation, or an earlier attempt at this one
     is_active = operation.phase in ACTIVE_PHASES
     was_active = known is not None and known.phase in ACTIVE_PHASES
-    what = f"operation {operation.id} ({operation.kind})"
-    what += _after(" to generation ", operation.generation)
+    generation = _after(" to generation ", operation.generation)
+    what = f"operation {operation.id} ({operation.kind}){generation}"
     events = []
     if known is None or (is_active and not was_active):
         events.append(Event("TopologyOperationStarted", f"{what} began"))

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from baton_kube.client import Object
 from baton_operator.api.llmservice import Spec
-from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
+from baton_operator.observe.observation import (
+    has_ended,
+    is_ready,
+    no_room_since,
+    parse_time,
+    unready_since,
+)
 from baton_operator.plan.plan_group import STUCK_TERMINATING, progress_deadline_of
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
 from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, pods_text
@@ -115,7 +121,7 @@ def _refused(rollout: _Rollout) -> Diagnosis | None:
 def _waiting_for_capacity(rollout: _Rollout) -> Diagnosis | None:
     if roomless := [pod for pod in rollout.unready if no_room_since(pod)]:
         message = f"no node has room for {pods_text(roomless)}; add or free capacity"
-    elif rollout.group.refusal is not None:  # of a quota: `_refused` reports other refusals
+    elif rollout.group.refusal is not None:  # QuotaExceeded: see `_refused`
         message = rollout.group.refusal.message
     else:
         return None
@@ -169,7 +175,6 @@ def _exists(pod: Object, now: datetime) -> bool:
 
     False: the pod has ended, or is stuck in termination on a lost node.
     """
-    if pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
-        return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))
-    return deletion is None or now < deletion + STUCK_TERMINATING
+    is_stuck = deletion is not None and now >= deletion + STUCK_TERMINATING
+    return not has_ended(pod) and not is_stuck

@@ -1,52 +1,38 @@
-"""Write the status and the Events of a service."""
+"""Write the status of a service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from baton_kube.client import KubeError, Object
 from baton_operator.api.llmservice import Status
-from baton_operator.kube.events import Event, Events
 from baton_operator.kube.objects import Kube
 
 
-class StatusWriter:
-    """Writes the status and the Events of services to the API server."""
+async def write_status(kube: Kube, service: Object, status: Status) -> Object | None:
+    """Write the status if it has changed. Return the updated service.
 
-    def __init__(self, kube: Kube, events: Events) -> None:
-        self._kube = kube
-        self._events = events
-
-    async def write(self, service: Object, status: Status) -> Object | None:
-        """Write the status if it has changed. Return the updated service.
-
-        None: the status has not changed, or the service is deleted.
-        """
-        new = msgspec.to_builtins(status)
-        if status.decode is None:  # no group was observed: the status of the groups stays
-            new = {field: value for field, value in new.items() if value is not None}
-        if _is_applied(service.get("status") or {}, new):
-            return None
-        metadata = service["metadata"]
-        # In a merge patch, null removes a field. The uid is a precondition, so that a new service
-        # with the same name is not patched.
-        patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
-        try:
-            return await self._kube.merge(
-                "LLMService", metadata["namespace"], metadata["name"], patch, "status"
-            )
-        except KubeError as error:
-            if error.status != 404:  # the service was deleted after it was read
-                raise
-            return None
-
-    async def emit(self, service: Object, events: Iterable[Event]) -> None:
-        """Write Events about the service."""
-        for event in events:
-            await self._events.emit(service, event.reason, event.message, warning=event.warning)
+    None: the status has not changed, or the service is deleted.
+    """
+    new = msgspec.to_builtins(status)
+    if status.decode is None:  # no group was observed: the status of the groups stays
+        new = {field: value for field, value in new.items() if value is not None}
+    if _is_applied(service.get("status") or {}, new):
+        return None
+    metadata = service["metadata"]
+    # In a merge patch, null removes a field. The uid is a precondition, so that a new service
+    # with the same name is not patched.
+    patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
+    try:
+        return await kube.merge(
+            "LLMService", metadata["namespace"], metadata["name"], patch, "status"
+        )
+    except KubeError as error:
+        if error.status != 404:  # the service was deleted after it was read
+            raise
+        return None
 
 
 def _is_applied(old: Any, new: Any) -> bool:

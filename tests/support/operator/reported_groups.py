@@ -32,7 +32,7 @@ def decode(pods: list[Object], desired: int = 1, **suspended: str) -> ReportedGr
 
 
 def gateway(pods: list[Object]) -> ReportedGroup:
-    return ReportedGroup(role="gateway", desired=1, pods=pods, template_revision="new")
+    return ReportedGroup(role="gateway", desired=1, pods=pods, revision="new")
 
 
 def prefill(pods: list[Object]) -> ReportedGroup:

@@ -61,13 +61,6 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(each) and value == each for each in values)
 
 
-def _all_in(known: Collection[str]) -> Callable[[Any], bool]:
-    """Return a check that every string of a list is in `known`. An unset list passes."""
-    return lambda value: (
-        value is None or (isinstance(value, list) and all(each in known for each in value))
-    )
-
-
 def _kinds_in(known: Collection[str]) -> Callable[[Any], bool]:
     """Return a check that every set field of an object is in `known`."""
     return lambda value: (
@@ -87,13 +80,13 @@ def _is_filtering(seccomp_profile: Any) -> bool:
     )
 
 
-def _is_above_zero(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
 #: Fields of the security contexts of pods and containers.
 _SHARED = (
-    ProfileRule("runAsUser", "above 0 or unset", lambda user: user is None or _is_above_zero(user)),
+    ProfileRule(
+        "runAsUser",
+        "above 0 or unset",
+        lambda user: user is None or (type(user) is int and user > 0),
+    ),
     ProfileRule("windowsOptions.hostProcess", "false or unset", _is_off),
     ProfileRule(
         "appArmorProfile.type",
@@ -109,9 +102,8 @@ _SHARED = (
 _OF_PODS = (
     *(
         ProfileRule(f"spec.{field}", "false or unset", _is_off)
-        for field in ("hostNetwork", "hostPID")
+        for field in ("hostNetwork", "hostPID", "hostIPC")
     ),
-    ProfileRule("spec.hostIPC", "false or unset", _is_off),
     ProfileRule("spec.securityContext.runAsNonRoot", "true", _one_of(True)),
     ProfileRule(
         "spec.securityContext.seccompProfile",
@@ -138,7 +130,10 @@ _OF_CONTAINERS = (
     ProfileRule(
         "securityContext.capabilities.add",
         "NET_BIND_SERVICE or unset",
-        _all_in(("NET_BIND_SERVICE",)),
+        lambda value: (
+            value is None
+            or (isinstance(value, list) and all(each == "NET_BIND_SERVICE" for each in value))
+        ),
     ),
     ProfileRule("securityContext.procMount", "Default or unset", _one_of(None, "Default")),
     ProfileRule("securityContext.runAsNonRoot", "true or unset", _one_of(None, True)),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_operator.api import llmservice
 from baton_operator.api.llmservice import TopologyStatus
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler
@@ -24,13 +25,13 @@ from baton_operator.builders.config_maps import gateway_config
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.names import Key
-from baton_operator.status.diagnose import Verdict
 from baton_operator.status.report_group import ReportedGroup
-from baton_operator.status.report_scaling import autoscaling_verdict
+from baton_operator.status.report_scaling import scaling_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
 from support.operator.reported_groups import sized_group
 from support.operator.services import resolved, service
+from support.operator.topology_statuses import status as topology_status
 from support.waiting import until
 
 KEY = Key("default", "demo")
@@ -343,20 +344,30 @@ def test_the_gateway_holds_requests_only_if_decode_may_scale_to_zero() -> None:
 
 
 def test_the_scaling_condition_reports_the_autoscaler() -> None:
-    def verdict(
-        *groups: ReportedGroup, of_topology: Verdict | None = None
-    ) -> tuple[str, str] | None:
-        found = autoscaling_verdict(list(groups), of_topology)
+    def verdict(*groups: ReportedGroup) -> tuple[str, str] | None:
+        found = scaling_verdict(list(groups))
         return found[:2] if found else None
+
+    def expert_group(operation: llmservice.OperationStatus | None) -> ReportedGroup:
+        topology = GroupTopology(
+            status=topology_status("a", last=operation), reachable=True, requested=frozenset("a")
+        )
+        return ReportedGroup(role="decode", desired=1, pods=[], topology=topology)
 
     assert verdict() is None
     assert verdict(sized_group("OnTarget")) == ("False", "OnTarget")
     assert verdict(sized_group("AtMaximum")) == ("False", "AtMaximum")
     assert verdict(sized_group("MetricsMissing")) == ("Unknown", "MetricsMissing")
     assert verdict(sized_group("ITLAboveTarget", desired=2)) == ("True", "ScalingUp")
-    operation = Verdict("True", "Committing", "generation 4")
-    assert verdict(sized_group("OnTarget"), of_topology=operation) == ("True", "Committing")
-    assert verdict(sized_group("OnTarget"), of_topology=Verdict("False", "AtRest", "")) == (
+    operation = llmservice.OperationStatus(
+        id="op",
+        kind="scale",
+        phase="committing",
+        generation=4,
+        seconds=llmservice.OperationSeconds(),
+    )
+    assert verdict(sized_group("OnTarget"), expert_group(operation)) == ("True", "Committing")
+    assert verdict(sized_group("OnTarget"), expert_group(None)) == (
         "False",
         "OnTarget",
     )

@@ -20,7 +20,7 @@ async def test_a_fault_of_a_pod_is_reported_with_its_name_and_affects_no_other()
         )
     assert list(scraped.samples) == ["uid-demo-decode-4/0"]
     for number, message in enumerate(
-        ("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")
+        ("HTTP 500", "no metric of an engine", "longer than 524288 bytes", "within 1 s")
     ):
         assert message in scraped.errors[f"demo-decode-{number}"]
     assert "Cannot connect" in scraped.errors["demo-decode-9"]

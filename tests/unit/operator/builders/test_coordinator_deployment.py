@@ -1,4 +1,4 @@
-"""The coordinator of an expert-parallel group: its pod, its options and its Service."""
+"""The coordinator of an expert-parallel group: its pod and its options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import msgspec
 from baton_engine.elastic.coordinator import coordinator_cli
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_operator.api.spec_groups import Rebalance
-from baton_operator.builders import coordinator_deployment, coordinator_service
-from baton_operator.builders.member_pods import MemberTemplate
+from baton_operator.builders import coordinator_deployment
 from support.operator.services import resolved
 
 RANKS: dict[str, Any] = {
@@ -69,11 +68,3 @@ def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
     security = container["securityContext"]
     assert security["readOnlyRootFilesystem"]
     assert not security["allowPrivilegeEscalation"]
-    service = coordinator_service.build(resolved(**RANKS))["spec"]
-    assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
-    assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
-        (5560, "ranks"),
-        (8001, "http"),
-    ]
-    members = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
-    assert not service["selector"].items() <= members.items()

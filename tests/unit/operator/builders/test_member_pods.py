@@ -1,9 +1,8 @@
-"""Member pods, and the Services that select pods."""
+"""Member pods."""
 
 from __future__ import annotations
 
-from baton_operator.builders import config_maps, headless_service
-from baton_operator.builders.gateway import gateway_deployment, gateway_service
+from baton_operator.builders import config_maps
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.names import GROUP
 from support.operator.services import resolved
@@ -39,16 +38,3 @@ def test_a_member_pod() -> None:
     assert mounted == [
         config_maps.config_map(resolved(engine={"numThreads": 2}), "decode")["metadata"]["name"]
     ]
-
-
-def test_services_select_their_own_pods() -> None:
-    member = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
-    front = gateway_deployment.build(resolved())["spec"]["template"]["metadata"]["labels"]
-    headless, plain = (
-        headless_service.build(resolved())["spec"]["selector"],
-        gateway_service.build(resolved())["spec"]["selector"],
-    )
-    assert headless.items() <= member.items()
-    assert not headless.items() <= front.items()
-    assert plain.items() <= front.items()
-    assert not plain.items() <= member.items()

@@ -130,7 +130,7 @@ VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
     ),
     "gateways of two templates": (
         ReportedGroup(
-            role="gateway", desired=1, template_revision="new", updated=False,
+            role="gateway", desired=1, revision="new", updated=False,
             pods=[pod(ready=True), pod("demo-gateway-1", ready=True, revision="old")],
         ),
         "False", "Progressing",

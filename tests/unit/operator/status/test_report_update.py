@@ -251,9 +251,7 @@ def test_the_gateway_is_included() -> None:
         made(pod(f"gateway-{n}", ready=True, revision=rev), **RECENT)
         for n, rev in enumerate(["g1", "g2"])
     ]
-    group = ReportedGroup(
-        role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2"
-    )
+    group = ReportedGroup(role="gateway", desired=2, pods=gateways, updated=False, revision="g2")
     status = report(observed(), resolved(), {"gateway": group}, problem=None, now=NOW)
     assert condition(status, "Updating")[:2] == ("True", "Replacing")
     assert (status.gateway.updated, status.gateway.revision) == (1, "g2")

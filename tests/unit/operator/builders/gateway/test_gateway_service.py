@@ -1,4 +1,4 @@
-"""The gateway's Service shows gateways whether the service is scaled to zero by hand."""
+"""The gateway's Service: the pods that it selects, and its annotation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import msgspec
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders.gateway import gateway_service
+from baton_operator.builders.gateway import gateway_deployment, gateway_service
+from baton_operator.builders.member_pods import MemberTemplate
 from support.operator.services import resolved
 
 ASLEEP = {"minReplicas": 0, "maxReplicas": 2, "itlMilliseconds": 40, "idleSeconds": 60}
+
+
+def test_the_service_selects_gateways_and_no_member() -> None:
+    selector = gateway_service.build(resolved())["spec"]["selector"]
+    front = gateway_deployment.build(resolved())["spec"]["template"]["metadata"]["labels"]
+    assert selector.items() <= front.items()
+    member = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
+    assert not selector.items() <= member.items()
 
 
 @pytest.mark.parametrize(
