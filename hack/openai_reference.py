@@ -19,7 +19,7 @@ from baton_gateway.endpoints.openapi import schemas
 from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS
 from baton_gateway.endpoints.openapi.schemas import fill_constants
 from baton_gateway.http import body_budget, request_body
-from baton_gateway.requests import job_builder, pooling, prompts
+from baton_gateway.requests import job_builder, pooling_jobs, prompts
 from baton_protocol import sampling_params
 from baton_protocol.options.config import AccessConfig, GatewayConfig
 from baton_protocol.options.field_comments import field_comments
@@ -39,7 +39,7 @@ MODULES = (
     body_budget,
     job_builder,
     chat_messages,
-    pooling,
+    pooling_jobs,
     prompts,
     request_body,
     structures,

@@ -8,7 +8,7 @@ frame a message has three frames, in both directions:
     payload         msgpack of the struct named below
 
     client                               engine
-    HELLO           Hello             ->
+    HELLO           ClientHello       ->
                                       <- INIT       Init                 also while the model loads
                                       <- INIT       Init                 with the compatibility hash
                                       <- READY      Ready                requests are accepted
@@ -20,7 +20,7 @@ frame a message has three frames, in both directions:
                                       <- OUTPUTS    EngineCoreOutputs(utility_output=...)
     PING            Ping              ->
                                       <- PONG       Pong                 from the I/O thread
-                                      <- REFUSED    Refused              version, instance or format
+                                      <- REFUSED    RequestRefused       version, instance or format
                                       <- DEAD       Dead                 the engine loop failed
                                       <- KV_EVENTS  KVEventBatch         to subscribers
 
@@ -230,7 +230,7 @@ class EngineCoreRequest(_Wire):
     #: equal prompts and no generated tokens. The first sample may have kv_transfer with CONSUME.
     #: The other samples then wait for this load, and share the loaded blocks. Empty: no group.
     group_id: str = ""
-    #: Set in a request to a pooling model. `sampling_params` is then `pooling.NO_SAMPLING`.
+    #: Set in a request to a pooling model. `sampling_params` is then `NO_SAMPLING`.
     pooling_params: PoolingParams | None = None
 
 

@@ -15,5 +15,5 @@ score_prompts        joins two texts to the prompt of a classifier
 reply_parsing        divides texts into reasoning, content and tool calls
 output               converts the tokens of one sequence to text, with logprobs
 responses            the JSON of responses, complete or as events of a stream
-errors               the error of an invalid request
+request_error        the error of an invalid request
 """

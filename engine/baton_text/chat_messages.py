@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from baton_text.errors import RequestError, quote
 from baton_text.json_values import count_values
+from baton_text.request_error import RequestError, quote
 
 #: Limits on the JSON values of the arguments of all tool calls in a conversation. These values are
 #: texts in the request's body, so limits on the values of the body do not count them.
@@ -24,6 +25,13 @@ class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     #: The text. It is required.
     text: str | None = None
+
+
+class TextPart(Protocol):
+    """A part of a content. It may have other types than text."""
+
+    type: str
+    text: str | None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -75,7 +83,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _check_arguments(messages: list[ChatMessage]) -> None:
-    """Limit the memory of the arguments before they are parsed."""
+    """Raise RequestError if the arguments of all calls would take too much memory when parsed."""
     arguments = [
         call.function.arguments.encode(errors="replace")
         for message in messages
@@ -110,24 +118,36 @@ def _check_message(message: ChatMessage, where: str) -> None:
             f"{where}.tool_calls needs the role assistant, got {quote(message.role)}",
             param=f"{where}.tool_calls",
         )
-    if message.content is None:
-        if message.tool_calls:
-            return
+    if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
-    if isinstance(message.content, str):
-        return
-    for index, part in enumerate(message.content):
-        if part.type != "text":
+    join_texts(message.content or "", f"{where}.content")
+
+
+def join_texts(
+    content: str | Sequence[TextPart], where: str, types: tuple[str, ...] = ("text",)
+) -> str:
+    """Return a text, or the texts of parts, joined with line breaks.
+
+    Args:
+        content: the text or the parts.
+        where: name of the field, for errors.
+        types: the types that a part may have.
+
+    Raises:
+        RequestError: a part has another type, or no text. `param` names the field.
+    """
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type not in types:
             raise RequestError(
-                f"{where}.content[{index}].type {quote(part.type)} is not supported by this "
-                "server; use 'text'",
-                param=f"{where}.content[{index}].type",
+                f"{where}[{index}].type {quote(part.type)} is not supported here; use {types[0]!r}",
+                param=f"{where}[{index}].type",
                 code="unsupported_parameter",
             )
         if part.text is None:
-            raise RequestError(
-                f"{where}.content[{index}].text is required", param=f"{where}.content[{index}].text"
-            )
+            raise RequestError(f"{where}[{index}].text is required", param=f"{where}[{index}].text")
+    return "\n".join(part.text or "" for part in content)
 
 
 def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
@@ -158,8 +178,8 @@ def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text or "" for part in content)
+    if content is not None:
+        content = join_texts(content, f"{where}.content")
     optional = {
         "name": message.name,
         "reasoning_content": message.reasoning_content,

@@ -76,8 +76,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
-        #: The role `developer` in the template's words. Templates that do not know a role drop its
-        #: messages.
+        #: Role that replaces `developer`. A template drops the messages of a role that it does not
+        #: mention.
         self._developer = "developer" if "developer" in source else "system"
         self._first = marshal.dumps((source, special_tokens, MAX_CPU_S, _memory_bytes()))
         self._idle: list[_Process] = []

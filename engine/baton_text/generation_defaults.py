@@ -17,7 +17,6 @@ from baton_text.requests.generation_request import GenerationRequest
 FILE = "generation_config.json"
 #: Limit on integers. Messages to engines cannot hold every integer that JSON can.
 MAX_INTEGER = 2**31 - 1
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +59,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         The gateway applies `max_tokens` itself, because that limit depends on the prompt's length.
         """
         return {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+            name: value
+            for name in self.__struct_fields__
+            if name != "max_tokens" and (value := getattr(self, name)) is not None
         }
 
     def fill(self, request: GenerationRequest) -> None:

@@ -159,21 +159,17 @@ class OutputProcessor:
 
     def push_beam(self, request_id: str, beam: BeamOutput) -> TextOutput:
         """Add a finished beam as the only output of the sequence, and return the beam's text."""
-        return self.push(beam_as_output(request_id, beam))
+        output = EngineCoreOutput(
+            request_id,
+            beam.token_ids,
+            finish_reason=beam.finish_reason,
+            stop_token_id=beam.stop_token_id,
+            new_logprobs=beam.logprobs,
+        )
+        return self.push(output)
 
     def _scan(self, text: str) -> str:
         return text if self.num_tokens <= self._min_tokens else self._scanner.push(text)
-
-
-def beam_as_output(request_id: str, beam: BeamOutput) -> EngineCoreOutput:
-    """Convert a finished beam to an engine output that contains the whole sequence."""
-    return EngineCoreOutput(
-        request_id,
-        beam.token_ids,
-        finish_reason=beam.finish_reason,
-        stop_token_id=beam.stop_token_id,
-        new_logprobs=beam.logprobs,
-    )
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLogprobs:

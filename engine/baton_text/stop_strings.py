@@ -14,8 +14,7 @@ class StopScanner:
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        #: The longest first.
-        self._stops = sorted(filter(None, stops), key=len, reverse=True)
+        self._stops = [stop for stop in stops if stop]
         self._include_stop = include_stop
         self._held = ""
         #: The stop string that ended the text; None until one matches.
@@ -35,7 +34,7 @@ class StopScanner:
             self._held = ""
             self.matched = buffer[start:end]
             return buffer[: end if self._include_stop else start]
-        keep = self._possible_prefix(buffer)
+        keep = held_back(buffer, 0, self._stops)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
@@ -54,14 +53,16 @@ class StopScanner:
         end, start = min(matches)
         return start, end
 
-    def _possible_prefix(self, buffer: str) -> int:
-        """Return the length of the longest suffix of `buffer` that begins a stop string."""
-        longest = len(self._stops[0]) - 1 if self._stops else 0
-        for length in range(min(longest, len(buffer)), 0, -1):
-            end = buffer[-length:]
-            for stop in self._stops:
-                if len(stop) <= length:
-                    break
-                if stop.startswith(end):
-                    return length
-        return 0
+
+def held_back(text: str, start: int, markers: Sequence[str]) -> int:
+    """Return how many characters at the end of `text[start:]` may begin one of the markers.
+
+    This is the length of the longest proper beginning of a marker with which the text ends.
+    """
+    longest = max(map(len, markers), default=1) - 1
+    for length in range(min(longest, len(text) - start), 0, -1):
+        end = text[-length:]
+        for marker in markers:
+            if len(marker) > length and marker.startswith(end):
+                return length
+    return 0

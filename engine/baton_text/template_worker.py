@@ -1,12 +1,12 @@
 """The process that compiles and renders one chat template. `ChatTemplate` starts it and ends it.
 
 The template comes from a checkpoint, which is untrusted. Jinja's immutable sandbox keeps it away
-from Python's objects. Limits of the kernel keep the time and the memory that it uses within bounds:
-no code of this process can do so while Jinja runs.
+from Python's objects. Limits of the kernel bound its time and its memory, because no code of this
+process runs while Jinja does.
 
-Messages are frames on the socket that is the standard input. A request is a REQUEST header and
-`marshal` data, which the parent may send and this process may not. A reply is a REPLY header and
-UTF-8.
+Requests and replies are frames on the standard input, which is a socket. A request is a REQUEST
+header and `marshal` data. A reply is a REPLY header and UTF-8: the parent must not load `marshal`
+data of this process, which runs untrusted code.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _read(requests: BinaryIO) -> tuple[bytes, int] | None:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call. Templates that expect their text may add it to another text."""
+    """The arguments of a call. A template may append them to a text, which appends their JSON."""
 
     def __radd__(self, text: str) -> str:
         return text + _tojson(self)

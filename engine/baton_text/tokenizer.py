@@ -78,8 +78,6 @@ class Tokenizer:
         self.special_tokens = _named_special_tokens(config)
         self._token_texts: dict[int, str] = {}
         self._register_special_tokens(config)
-        self.bos_token_id = self._id_of("bos_token")
-        self.eos_token_id = self._id_of("eos_token")
         self.special_token_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -267,10 +265,6 @@ class Tokenizer:
             return frozenset()
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(token_id for token_id in ids if token_id is not None)
-
-    def _id_of(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
 
     def _register_special_tokens(self, config: dict[str, Any]) -> None:
         """Add the tokens that only tokenizer_config.json declares, as `transformers` does."""

@@ -31,7 +31,7 @@ from baton_gateway.http.request_id import log_request_id
 from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.generator import Generator
 from baton_gateway.requests.job_builder import JobBuilder
-from baton_gateway.requests.pooling import PoolingJobBuilder, PoolingRunner
+from baton_gateway.requests.pooling_jobs import PoolingJobBuilder, PoolingRunner
 from baton_gateway.requests.prompts import PromptReader
 from baton_gateway.requests.response_store import ResponseStore
 from baton_gateway.routing.dispatcher import Dispatcher

@@ -6,7 +6,7 @@ import msgspec
 
 from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.pooling_params import Task
-from baton_text.errors import RequestError, quote
+from baton_text.request_error import RequestError, quote
 from baton_text.responses.anthropic import MessageError, MessageErrorDetail
 from baton_text.responses.openai import ErrorBody, ErrorDetail
 from baton_text.responses.responses_api import ResponseError
@@ -24,6 +24,8 @@ MAX_MESSAGE = 2000
 #: Anthropic's API. Its errors have a shape of their own.
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+#: Kinds of errors by status, in each API. `error_body` has the kinds of other statuses.
+_OPENAI_ERRORS = {404: "not_found_error", 429: "rate_limit_error"}
 _MESSAGES_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -67,20 +69,11 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        #: Errors of msgspec quote whole values.
+        #: Cut to MAX_MESSAGE characters, because errors of msgspec quote whole values.
         self.message = message[:MAX_MESSAGE]
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
-
-    @property
-    def body(self) -> ErrorBody:
-        kinds = {429: "rate_limit_error", 404: "not_found_error"}
-        fallback = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = kinds.get(self.status, fallback)
-        return ErrorBody(
-            error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
-        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -98,11 +91,14 @@ class EngineRefusalError(APIError):
 
 def error_body(path: str, error: APIError) -> ErrorBody | MessageError:
     """Return the JSON body of an error in the shape of the API at `path`."""
-    if not path.startswith(MESSAGES_PATH):
-        return error.body
-    fallback = "invalid_request_error" if error.status < 500 else "api_error"
-    kind = _MESSAGES_ERRORS.get(error.status, fallback)
-    return MessageError(error=MessageErrorDetail(type=kind, message=error.message))
+    if path.startswith(MESSAGES_PATH):
+        fallback = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = _MESSAGES_ERRORS.get(error.status, fallback)
+        return MessageError(error=MessageErrorDetail(type=kind, message=error.message))
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = _OPENAI_ERRORS.get(error.status, fallback)
+    detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
+    return ErrorBody(error=detail)
 
 
 def error_event(path: str, error: APIError) -> tuple[bytes, str]:

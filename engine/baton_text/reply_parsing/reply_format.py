@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from baton_protocol.sampling_params import MAX_SPEC_LENGTH, StructuredOutput, StructuredOutputKind
-from baton_text.errors import RequestError
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from baton_text.reply_parsing.reply_grammar import ANY_ARGUMENTS, ReplyGrammar
 from baton_text.reply_parsing.reply_parser import ReplyParser
 from baton_text.reply_parsing.tool_formats import SPECIAL_TEXT, TOOL_FORMATS, ToolFormat
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
@@ -70,12 +71,12 @@ class ReplyFormat:
         prompt: str,
         special_token_id: Callable[[str], int | None],
     ) -> Reply | None:
-        """Return how to parse the reply to a request. None: its text is its content.
+        """Return how to parse the reply to a request; None if its whole text is content.
 
         Args:
             request: the checked request.
             prompt: the rendered prompt.
-            special_token_id: returns the id of a special token. None: the text is none.
+            special_token_id: returns the id of a special token, and None for any other text.
 
         Raises:
             RequestError: the grammar of the reply is too long, its schemas are nested too deeply,
@@ -89,7 +90,7 @@ class ReplyFormat:
             return None  # the client's grammar describes the whole text
         grammars = self._grammars(request, self.begins_reasoning(prompt), special_token_id)
         tool_format = self._tool_format(request, bool(tools))
-        schema = None if request.must_call else request.response_schema()
+        schema = None if request.requires_tool_call else request.response_schema()
         is_single = request.parallel_tool_calls is False or request.names_tool
         calls: str | None = None
         with _refuse_deep_schemas():
@@ -97,7 +98,7 @@ class ReplyFormat:
                 calls = grammars.calls(
                     tool_format,
                     [(tool.name, tool.parameters or ANY_ARGUMENTS) for tool in tools],
-                    is_required=request.must_call,
+                    is_required=request.requires_tool_call,
                     is_single=is_single,
                     content_schema=schema,
                 )
@@ -110,14 +111,17 @@ class ReplyFormat:
         if self.reasoning is not None:
             texts += SPECIAL_TEXT.findall(self.reasoning.start + self.reasoning.end)
         return Reply(
-            self.reasoning,
-            grammars.is_reasoning,
-            tool_format,
-            frozenset(tool.name for tool in tools),
+            partial(
+                ReplyParser,
+                reasoning=self.reasoning,
+                is_reasoning=grammars.is_reasoning,
+                tool_format=tool_format,
+                tools=frozenset(tool.name for tool in tools),
+                # A string of a JSON content may contain the marker of a call.
+                is_guaranteed=calls is not None and schema is None,
+                is_single=is_single,
+            ),
             None if grammar is None else _checked(grammar, request),
-            # A string of a JSON content may contain the marker of a call.
-            calls is not None and schema is None,
-            is_single,
             frozenset(
                 token_id for text in texts if (token_id := special_token_id(text)) is not None
             ),
@@ -135,12 +139,13 @@ class ReplyFormat:
     ) -> StructuredOutput | None:
         """Return the grammar of a completion with a `thinking_budget`.
 
-        None: the model writes no reasoning, or a grammar of the client describes the whole text.
+        Return None if the model writes no reasoning, or if the client's grammar describes the whole
+        text.
 
         Args:
             request: the checked request.
             is_reasoning: the reply begins inside the reasoning.
-            special_token_id: returns the id of a special token. None: the text is none.
+            special_token_id: returns the id of a special token, and None for any other text.
 
         Raises:
             RequestError: the grammar is too long, or its schema is nested too deeply.
@@ -170,16 +175,16 @@ class ReplyFormat:
         )
 
     def _tool_format(self, request: ChatCompletionRequest, has_tools: bool) -> ToolFormat | None:
-        """Return the format of the calls in the reply. None: it has neither calls nor their texts.
+        """Return the format of the tool calls; None if the reply has no text of such a format.
 
         Raises:
             RequestError: the model's calls cannot be told apart from the JSON of response_format.
         """
         if not has_tools:
             return self.tools if self.tools.marks_content else None
-        has_schema = request.response_schema() is not None and not request.must_call
+        has_schema = request.response_schema() is not None and not request.requires_tool_call
         if self.tools.layout is None:
-            return TOOL_FORMATS["json"] if request.must_call or has_schema else self.tools
+            return TOOL_FORMATS["json"] if request.requires_tool_call or has_schema else self.tools
         if has_schema and not self.tools.layout.open:
             raise RequestError(
                 "response_format cannot be combined with tools for this model: its calls begin "
@@ -194,35 +199,14 @@ class Reply:
     """How one reply is generated and parsed.
 
     Args:
-        reasoning: the format of the reasoning; None: there is none.
-        is_reasoning: the prompt ends inside the reasoning.
-        tool_format: the format of tool calls; None: no tools may be called.
-        tools: the names of the tools that may be called.
+        parser: returns a parser for one sample of the reply.
         structured_output: the grammar of the reply; None: there is none.
-        is_guaranteed: the grammar makes all calls complete and valid.
-        is_single: the reply has at most one call.
         special_token_ids: the special tokens that the parser needs in the text.
     """
 
-    reasoning: ReasoningFormat | None
-    is_reasoning: bool
-    tool_format: ToolFormat | None
-    tools: frozenset[str]
+    parser: partial[ReplyParser]
     structured_output: StructuredOutput | None
-    is_guaranteed: bool
-    is_single: bool
     special_token_ids: frozenset[int]
-
-    def parser(self) -> ReplyParser:
-        """Return a parser for one sample of the reply."""
-        return ReplyParser(
-            reasoning=self.reasoning,
-            is_reasoning=self.is_reasoning,
-            tool_format=self.tool_format,
-            tools=self.tools,
-            is_guaranteed=self.is_guaranteed,
-            is_single=self.is_single,
-        )
 
 
 @contextmanager

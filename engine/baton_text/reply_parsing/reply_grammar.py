@@ -64,6 +64,7 @@ class ReplyGrammar:
 
     def structured(self, output: StructuredOutput, tool_format: ToolFormat) -> str:
         """Return the grammar of a structured output of any kind but GRAMMAR."""
+        lines = []
         match output.kind:
             case StructuredOutputKind.JSON:
                 body = _json(json.loads(output.spec))
@@ -71,13 +72,11 @@ class ReplyGrammar:
                 body = _json(ANY_ARGUMENTS)
             case StructuredOutputKind.CHOICE:
                 body = "CHOICE"
+                texts = " | ".join(_quoted(text) for text in json.loads(output.spec))
+                lines.append(f"CHOICE: {texts}\n")
             case _:
                 body = f"/{_ESCAPE.sub(_escaped, output.spec)}/"
         content = "" if tool_format.layout is None else self._literal(tool_format.layout.content)
-        lines = []
-        if body == "CHOICE":
-            texts = " | ".join(_quoted(text) for text in json.loads(output.spec))
-            lines.append(f"CHOICE: {texts}\n")
         return self._grammar(f"{content} {body}", *lines)
 
     def calls(
@@ -136,7 +135,7 @@ class ReplyGrammar:
         Args:
             body: what follows the reasoning.
             lines: the rules and terminals of `body`.
-            markers: texts that TEXT must not have, because the parser reads a call after them.
+            markers: texts that TEXT must not contain, because the parser reads a call after each.
         """
         reasoning, prefix = self._reasoning, ""
         excluded = list(markers)
@@ -149,7 +148,7 @@ class ReplyGrammar:
             head += [self._thinking(reasoning.end), "SPACES: /[ \\n]{0,4}/\n"]
             if self._budget is not None:
                 excluded.append(reasoning.start)
-        # TEXT has no special tokens in any case.
+        # Special tokens are never part of TEXT, so only plain texts need to be excluded.
         plain = [_quoted(each) for each in excluded if self._parts(each) == [_quoted(each)]]
         text = f"ANY & ~(ANY ({' | '.join(plain)}) ANY)" if plain else "ANY"
         return "".join([*head, f"TEXT: {text}\n", f"start: {prefix} {body}\n", *lines])
@@ -172,7 +171,7 @@ class ReplyGrammar:
         return f"{cut}{whole}thinking: (thinking_cut {first} | thinking_whole) {following}\n"
 
     def _up_to(self, rule: str, text: str, end: str) -> str:
-        """Return the rule for `text`, a terminal, up to the first `end`, and this end."""
+        """Return the rule that matches the terminal `text` up to and including the first `end`."""
         first, *rest = self._parts(end)
         if first.startswith("<"):
             return f"{rule}: {text} {' '.join([first, *rest])}\n"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from baton_text.stop_strings import held_back
+
 _T = TypeVar("_T")
 #: A generator that yields when it needs more text, and returns a T.
 Reading = Generator[None, None, _T]
@@ -141,7 +143,7 @@ class TextReader:
             # A longer marker that begins earlier may still be incomplete.
             limit = len(self._text)
             if not self.has_ended:
-                limit -= _held(self._text, self._position, markers)
+                limit -= held_back(self._text, self._position, markers)
             if found is not None and found.start() <= limit:
                 emit(self._text[self._position : found.start()])
                 self._position = found.end()
@@ -245,18 +247,9 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 @lru_cache(1024)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of the markers. Of those that begin at one position, it finds the longest.
+    """Return a pattern that matches any marker, and the longest of those at one position.
 
-    It finds all markers of a text in one pass. A search for each marker after each of them
-    would take time in proportion to the square of their number.
+    One search with the pattern passes over the text once. With a search for each marker, the time
+    would grow with the number of markers in the text times the length of the text.
     """
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")
-
-
-def _held(text: str, start: int, markers: Sequence[str]) -> int:
-    """Return the length of the longest proper beginning of a marker that ends `text[start:]`."""
-    longest = max(map(len, markers), default=1) - 1
-    for length in range(min(longest, len(text) - start), 0, -1):
-        if any(len(each) > length and each.startswith(text[-length:]) for each in markers):
-            return length
-    return 0

@@ -103,11 +103,7 @@ class Calls:
         """
         if self._name is None:
             raise BadSyntaxError
-        if not self.is_guaranteed:
-            arguments = _checked("".join(self._arguments))
-            self.deltas.append(ToolCallDelta(self.num_calls, self._name, arguments))
-        self.num_calls += 1
-        self._name = None
+        self._end(self._name, _checked)
         reader.mark()
 
     def cancel(self) -> None:
@@ -124,15 +120,18 @@ class Calls:
         """
         if self._name is None:
             return False
-        if not self.is_guaranteed:
-            arguments = "".join(self._arguments)
-            self.deltas.append(ToolCallDelta(self.num_calls, self._name, arguments))
-        self.num_calls += 1
-        self._name = None
+        self._end(self._name, str)
         return True
 
+    def _end(self, name: str, check: Callable[[str], str]) -> None:
+        if not self.is_guaranteed:
+            arguments = check("".join(self._arguments))
+            self.deltas.append(ToolCallDelta(self.num_calls, name, arguments))
+        self.num_calls += 1
+        self._name = None
+
     def take(self) -> list[ToolCallDelta]:
-        """Return what the text since the last call of this method adds, one delta for each call."""
+        """Return and forget the deltas since the last `take`, joined to one for each call."""
         taken, self.deltas = self.deltas, []
         return merge_deltas(taken)
 
@@ -210,7 +209,7 @@ _SCALAR = re.compile(r"[-+.\w]")
 
 
 def _skip_value(reader: TextReader) -> Reading[None]:
-    """Read a JSON value that has no meaning here."""
+    """Read a JSON value and drop it."""
     if (yield from reader.peek()) in ('"', "{", "["):
         yield from reader.read_json(lambda _: None)
     elif not (yield from reader.read_word(_SCALAR)):
@@ -322,9 +321,7 @@ def read_pythonic(reader: TextReader, calls: Calls) -> Reading[None]:
         found = [_python_call(call) for call in getattr(parsed, "elts", [])]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise BadSyntaxError from None
-    if not found:
-        raise BadSyntaxError
-    if not {name for name, _ in found} <= set(calls.tools):
+    if not found or not {name for name, _ in found} <= set(calls.tools):
         raise BadSyntaxError
     for name, arguments in found:
         calls.begin(name)
@@ -403,7 +400,8 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     Args:
-        markers: the texts that begin calls. Empty: a reply with calls begins with them.
+        markers: the texts that begin calls. Empty: calls stand at the start of the reply, without a
+            marker.
         read: reads the calls after a marker.
         layout: the texts around the calls. None: no grammar describes the format.
         ignored: texts around the calls that are neither calls nor content.

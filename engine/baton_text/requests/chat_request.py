@@ -9,7 +9,7 @@ import msgspec
 
 from baton_protocol.sampling_params import MAX_LOGPROBS
 from baton_text.chat_messages import ChatMessage, template_messages
-from baton_text.errors import RequestError, quote
+from baton_text.request_error import RequestError, quote
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 
 #: OpenAI's limit.
@@ -104,12 +104,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the chat template gets them. None: no tools."""
+        """The tools for the chat template; None if the request has none, or forbids calls."""
         return (self.tools or None) if self.tool_choice != "none" else None
 
     @property
-    def must_call(self) -> bool:
-        """Whether the answer must consist of tool calls."""
+    def requires_tool_call(self) -> bool:
+        """Whether `tool_choice` requires an answer of tool calls, without other content."""
         return self.names_tool or self._tool_mode == "required"
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from baton_protocol.sampling_params import MAX_LOGPROBS
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 from baton_text.requests.prompt_forms import PromptForms, num_prompts, prompt_list
 
@@ -29,12 +29,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        return self.num_candidates * self.num_prompts
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts. The request must have been validated."""
-        return num_prompts(self.prompt)
+        return self.num_candidates * num_prompts(self.prompt)
 
     def release_prompt(self) -> None:
         super().release_prompt()

@@ -18,7 +18,7 @@ from baton_protocol.sampling_params import (
     SamplingParams,
     StructuredOutput,
 )
-from baton_text.errors import RequestError, quote
+from baton_text.request_error import RequestError, quote
 from baton_text.requests.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
@@ -39,7 +39,7 @@ MAX_OPTION_ENTRIES = 2**20
 #: Options with up to this many entries do not count.
 FREE_OPTION_ENTRIES = 2**10
 
-#: One text for each id, so that the ids of logit_bias are as many as its keys.
+#: Only one text matches for each id, so two keys of logit_bias never have the same id.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 #: Fields that may have very many entries.
 _LONG_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words")
@@ -245,7 +245,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.max_tokens
 
     def max_tokens_field(self) -> str | None:
-        """Return the name of the field that limits the generated tokens. None: no field is set."""
+        """Return the name of the field that limits the generated tokens; None if none is set."""
         return None if self.max_tokens is None else "max_tokens"
 
     def requested_logprobs(self) -> int | None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall
-from baton_text.errors import RequestError, quote
+from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall, join_texts
+from baton_text.request_error import RequestError, quote
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import JSONSchemaFormat, ResponseFormat
 
@@ -154,7 +154,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     def _chat_messages(self) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
         if self.system:
-            messages.append(ChatMessage(role="system", content=_text(self.system, "system")))
+            messages.append(ChatMessage(role="system", content=join_texts(self.system, "system")))
         for index, message in enumerate(self.messages):
             where = f"messages[{index}]"
             if message.role == "user":
@@ -240,14 +240,14 @@ def _user_messages(content: str | list[ContentBlock], where: str) -> list[ChatMe
     texts: list[ContentBlock] = []
     for index, block in enumerate(content):
         if block.type == "tool_result":
-            result = _text(block.content or "", f"{where}.content[{index}].content")
+            result = join_texts(block.content or "", f"{where}.content[{index}].content")
             messages.append(
                 ChatMessage(role="tool", content=result, tool_call_id=block.tool_use_id)
             )
         else:
             texts.append(block)
     if texts or not messages:
-        messages.append(ChatMessage(role="user", content=_text(texts, f"{where}.content")))
+        messages.append(ChatMessage(role="user", content=join_texts(texts, f"{where}.content")))
     return messages
 
 
@@ -271,30 +271,10 @@ def _assistant_message(content: str | list[ContentBlock], where: str) -> ChatMes
             texts.append(block)
     return ChatMessage(
         role="assistant",
-        content=_text(texts, f"{where}.content") if texts or not calls else None,
+        content=join_texts(texts, f"{where}.content") if texts or not calls else None,
         reasoning_content="\n".join(reasoning) if reasoning else None,
         tool_calls=calls or None,
     )
-
-
-def _text(content: str | list[ContentBlock], where: str) -> str:
-    """Return a text, or the joined texts of blocks.
-
-    Raises:
-        RequestError: a block is not text.
-    """
-    if isinstance(content, str):
-        return content
-    for index, block in enumerate(content):
-        if block.type != "text":
-            raise RequestError(
-                f"{where}[{index}].type {quote(block.type)} is not supported here; use 'text'",
-                param=f"{where}[{index}].type",
-                code="unsupported_parameter",
-            )
-        if block.text is None:
-            raise RequestError(f"{where}[{index}].text is required", param=f"{where}[{index}].text")
-    return "\n".join(block.text or "" for block in content)
 
 
 def _chat_tool(tool: MessagesTool, where: str) -> dict[str, Any]:

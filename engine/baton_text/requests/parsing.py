@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 
 
 class Checked(Protocol):
@@ -24,7 +24,7 @@ class LongRunning(Checked, Protocol):
     """A request that may run for hours, during which its values would take memory."""
 
     def release_prompt(self) -> None:
-        """Drop the values that only the prompt and its grammar need, once these are made."""
+        """Drop the values that are not needed after the prompt and its grammar are built."""
 
 
 _Request = TypeVar("_Request", bound=Checked)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from baton_protocol.pooling_params import PoolingParams
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.requests.generation_request import check_32_bits, check_cache_salt
 from baton_text.requests.prompt_forms import PromptForms, num_prompts, prompt_list
 
@@ -81,6 +81,9 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
 class ScoreRequest(PoolingRequest, kw_only=True):
     """The body of vLLM's POST /v1/score."""
 
+    #: Names of the fields with the first and the second texts of pairs, for errors.
+    PAIR_FIELDS: ClassVar[tuple[str, str]] = ("text_1", "text_2")
+
     #: The first texts of the pairs, or one text for all pairs.
     text_1: str | list[str]
     #: The second texts of the pairs, one or many.
@@ -126,6 +129,8 @@ class RerankDocument(msgspec.Struct, kw_only=True):
 
 class RerankRequest(PoolingRequest, kw_only=True):
     """The body of POST /v1/rerank, in the form of Jina's and Cohere's APIs."""
+
+    PAIR_FIELDS: ClassVar[tuple[str, str]] = ("query", "documents")
 
     #: The text for which documents are relevant.
     query: str

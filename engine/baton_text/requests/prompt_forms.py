@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 
 #: A text, a list of texts, a list of token ids, or a list of lists of token ids.
 PromptForms = str | list[str | int | list[int]]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall
-from baton_text.errors import RequestError, quote
+from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall, join_texts
+from baton_text.request_error import RequestError, quote
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import (
     JSONSchemaFormat,
@@ -328,22 +328,11 @@ def _text(
     """Return a text, or the joined texts of parts.
 
     Raises:
-        RequestError: there is no text, or a part is no text.
+        RequestError: the field is missing, or a part has another type than `types`.
     """
     if content is None:
         raise RequestError(f"{where} is required", param=where)
-    if isinstance(content, str):
-        return content
-    for index, part in enumerate(content):
-        if part.type not in types:
-            raise RequestError(
-                f"{where}[{index}].type {quote(part.type)} is not supported here; use {types[0]!r}",
-                param=f"{where}[{index}].type",
-                code="unsupported_parameter",
-            )
-        if part.text is None:
-            raise RequestError(f"{where}[{index}].text is required", param=f"{where}[{index}].text")
-    return "\n".join(part.text or "" for part in content)
+    return join_texts(content, where, types)
 
 
 def _chat_tool(tool: ResponseTool, where: str) -> dict[str, Any]:

@@ -23,7 +23,10 @@ MAX_WORD_CHARACTERS = 2**14
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The structure that a text must have. At most one field may be set."""
+    """The structure that a text must have. At most one field may be set.
+
+    The names of the fields are the values of `StructuredOutputKind`.
+    """
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | bool | None = None
@@ -62,20 +65,16 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
             raise ValueError(
                 f"{given[1]} cannot be combined with {given[0]}: a text can have only one structure"
             )
-        if self.json is not None:
-            return StructuredOutput(StructuredOutputKind.JSON, _schema_text(self.json))
-        if self.regex is not None:
-            _check_length(StructuredOutputKind.REGEX, len(self.regex))
-            return StructuredOutput(StructuredOutputKind.REGEX, self.regex)
-        if self.choice is not None:
-            if not self.choice:
-                raise ValueError("choice must hold at least one string")
-            _check_length(StructuredOutputKind.CHOICE, sum(map(len, self.choice)))
-            return StructuredOutput(StructuredOutputKind.CHOICE, jsonlib.dumps(self.choice))
-        if self.grammar is not None:
-            _check_length(StructuredOutputKind.GRAMMAR, len(self.grammar))
-            return StructuredOutput(StructuredOutputKind.GRAMMAR, self.grammar)
-        return StructuredOutput(StructuredOutputKind.JSON_OBJECT)
+        kind, value = StructuredOutputKind(given[0]), getattr(self, given[0])
+        if kind is StructuredOutputKind.JSON_OBJECT:
+            return StructuredOutput(kind)
+        if kind is StructuredOutputKind.JSON:
+            return StructuredOutput(kind, _schema_text(value))
+        if kind is StructuredOutputKind.CHOICE and not value:
+            raise ValueError("choice must hold at least one string")
+        _check_length(kind, len("".join(value)))
+        is_list = kind is StructuredOutputKind.CHOICE
+        return StructuredOutput(kind, jsonlib.dumps(value) if is_list else value)
 
 
 def _check_length(kind: StructuredOutputKind, length: int) -> None:

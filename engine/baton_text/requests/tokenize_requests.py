@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from baton_text.chat_messages import ChatMessage
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

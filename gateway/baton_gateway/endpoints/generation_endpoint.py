@@ -34,14 +34,14 @@ from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.middlewares import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from baton_gateway.http.request_body import INLINE_BODY_BYTES, VALUE_BYTES, bound_values
-from baton_gateway.http.slow_clients import abort_if_unread, send_json
+from baton_gateway.http.slow_clients import abort_if_unread
 from baton_gateway.requests.generator import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.requests.output_queue import CollectedOutput
 from baton_gateway.thread_pool import run_encoding, run_off_loop
-from baton_text.errors import RequestError
 from baton_text.output import TextOutput
+from baton_text.request_error import RequestError
 from baton_text.requests.generation_request import MAX_RESPONSE_LOGPROBS
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,8 @@ class GenerationEndpoint(Generic[Body]):
         async with aclosing(self._generator.run(job, on_output)) as events:
             if request.stream:
                 return await self._stream(http, writer, events, deadline, stream)
-            return await self._answer(http, writer, events, deadline)
+            encoded = await self._encoded_answer(writer, events, deadline)
+            return await services.send(http, encoded, deadline.left_s)
 
     async def _read(
         self, http: web.Request, charge: BodyCharge
@@ -151,18 +152,6 @@ class GenerationEndpoint(Generic[Body]):
         body.release_prompt()
         job.request.release_prompt()
         return writer
-
-    async def _answer(
-        self,
-        http: web.Request,
-        writer: GenerationWriter[Any],
-        events: _Events,
-        deadline: RequestDeadline,
-    ) -> web.StreamResponse:
-        encoded = await self._encoded_answer(writer, events, deadline)
-        timeout_s = min(deadline.left_s, self._services.config.client_timeout_s)
-        async with self._services.bodies.charge(http.get(CLIENT)) as charge:
-            return await send_json(http, encoded, timeout_s, charge)
 
     async def _encoded_answer(
         self, writer: GenerationWriter[Any], events: _Events, deadline: RequestDeadline

@@ -14,8 +14,7 @@ from msgspec import UNSET
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.endpoints.request_deadline import RequestDeadline
 from baton_gateway.endpoints.request_services import RequestServices
-from baton_gateway.http.slow_clients import send_json
-from baton_gateway.requests.pooling import (
+from baton_gateway.requests.pooling_jobs import (
     PairJob,
     PoolingJob,
     PoolingJobBuilder,
@@ -46,8 +45,7 @@ INLINE_VECTOR_BYTES = 2**14
 LARGE_VECTOR_BYTES = 2**20
 
 _Body = TypeVar("_Body", bound=PoolingRequest)
-#: A job, and the function that computes the response after the job has run.
-Work = tuple[PoolingJob, Callable[[], msgspec.Struct]]
+_Job = TypeVar("_Job", bound=PoolingJob)
 
 
 class PoolingEndpoints:
@@ -68,38 +66,30 @@ class PoolingEndpoints:
         ]
 
     async def embed(self, http: web.Request) -> web.StreamResponse:
-        async def build(body: EmbeddingRequest, size: int, client: str | None) -> Work:
-            job = await self._builder.embedding_job(body, size, client)
-            return job, lambda: self._embeddings(body, job)
-
-        return await self._serve(http, EmbeddingRequest, build)
+        return await self._serve(
+            http, EmbeddingRequest, self._builder.embedding_job, self._embeddings
+        )
 
     async def score(self, http: web.Request) -> web.StreamResponse:
-        async def build(body: ScoreRequest, size: int, client: str | None) -> Work:
-            pairs = await self._builder.pair_job(body, ("text_1", "text_2"), size, client)
-            return pairs.job, lambda: self._scores(pairs)
-
-        return await self._serve(http, ScoreRequest, build)
+        return await self._serve(http, ScoreRequest, self._builder.pair_job, self._scores)
 
     async def rerank(self, http: web.Request) -> web.StreamResponse:
-        async def build(body: RerankRequest, size: int, client: str | None) -> Work:
-            pairs = await self._builder.pair_job(body, ("query", "documents"), size, client)
-            return pairs.job, lambda: self._ranking(body, pairs)
-
-        return await self._serve(http, RerankRequest, build)
+        return await self._serve(http, RerankRequest, self._builder.pair_job, self._ranking)
 
     async def _serve(
         self,
         http: web.Request,
         kind: type[_Body],
-        build: Callable[[_Body, int, str | None], Awaitable[Work]],
+        build: Callable[[_Body, int, str | None], Awaitable[_Job]],
+        respond: Callable[[_Body, _Job], msgspec.Struct],
     ) -> web.StreamResponse:
         """Serve one request.
 
         Args:
             kind: type of the body.
-            build: called with the body, its size in bytes and the client. Returns the job, and
-                `respond`, which computes the response after the job has run.
+            build: returns the job of a body. Its other arguments are the size of the body in bytes
+                and the client.
+            respond: returns the response to a body, after the job has run.
 
         Raises:
             APIError, RequestError: the request failed.
@@ -114,18 +104,16 @@ class PoolingEndpoints:
                 async with deadline.paused():
                     await services.queue.wait()
                 async with deadline.enforced():
-                    job, respond = await build(body, size, client)
+                    job = await build(body, size, client)
             async with deadline.enforced():
                 await self._runner.run(job, started)
             encoded = await run_encoding(
-                lambda: msgspec.json.encode(respond()),
+                lambda: msgspec.json.encode(respond(body, job)),
                 sum(map(len, job.vectors)),
                 INLINE_VECTOR_BYTES,
                 LARGE_VECTOR_BYTES,
             )
-            timeout_s = min(deadline.left_s, services.config.client_timeout_s)
-            async with services.bodies.charge(client) as charge:
-                return await send_json(http, encoded, timeout_s, charge)
+            return await services.send(http, encoded, deadline.left_s)
 
     def _embeddings(self, body: EmbeddingRequest, job: PoolingJob) -> EmbeddingResponse:
         def encode(vector: bytes) -> list[float] | str:
@@ -144,16 +132,16 @@ class PoolingEndpoints:
             usage=job.usage,
         )
 
-    def _scores(self, pairs: PairJob) -> ScoreResponse:
+    def _scores(self, _: ScoreRequest, job: PairJob) -> ScoreResponse:
         return ScoreResponse(
-            id=pairs.job.id,
-            created=pairs.job.created,
+            id=job.id,
+            created=job.created,
             model=self._services.served_name,
-            data=[Score(index=index, score=score) for index, score in enumerate(pairs.scores())],
-            usage=pairs.job.usage,
+            data=[Score(index=index, score=score) for index, score in enumerate(job.scores())],
+            usage=job.usage,
         )
 
-    def _ranking(self, body: RerankRequest, pairs: PairJob) -> RerankResponse:
+    def _ranking(self, body: RerankRequest, job: PairJob) -> RerankResponse:
         texts = body.texts
         results = [
             RankedDocument(
@@ -161,12 +149,12 @@ class PoolingEndpoints:
                 relevance_score=score,
                 document=UNSET if body.return_documents is False else RankedText(text=texts[index]),
             )
-            for index, score in enumerate(pairs.scores())
+            for index, score in enumerate(job.scores())
         ]
         results.sort(key=lambda result: result.relevance_score, reverse=True)
         return RerankResponse(
-            id=pairs.job.id,
+            id=job.id,
             model=self._services.served_name,
             results=results[: body.top_n],
-            usage=pairs.job.usage,
+            usage=job.usage,
         )

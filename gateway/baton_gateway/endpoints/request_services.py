@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from aiohttp import web
+
 from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.endpoints.request_reader import RequestReader
 from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.http.slow_clients import send_json
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.engine_pool import EnginePool
 from baton_protocol.options.config import GatewayConfig
@@ -66,6 +70,20 @@ class RequestServices:
             BodyBudget(metrics, client_limit=-(-config.max_concurrent_requests // 4)),
             RequestReader(pool, metrics, served_name=name, timeout_s=timeout_s),
         )
+
+    async def send(
+        self, http: web.Request, body: bytes, left_s: float = math.inf
+    ) -> web.StreamResponse:
+        """Return the response with the JSON `body`, and charge it until the client has read it.
+
+        Args:
+            http: the request.
+            body: the body of the response.
+            left_s: time in seconds until the request's deadline.
+        """
+        timeout_s = min(left_s, self.config.client_timeout_s)
+        async with self.bodies.charge(http.get(CLIENT)) as charge:
+            return await send_json(http, body, timeout_s, charge)
 
 
 def served_name(config: GatewayConfig) -> str:

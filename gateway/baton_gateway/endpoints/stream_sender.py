@@ -46,9 +46,15 @@ class StreamSender:
         # Also send tokens without text: clients measure the time between tokens by the chunks.
         if output.text or output.token_ids or output.finish_reason is not None:
             self._writer.job.num_streamed_tokens += len(output.token_ids)
-            encode = partial(self._encode_output, choice, output)
-            size = output.num_logprobs
-            await self._send(await run_encoding(encode, size, INLINE_ENTRIES, LARGE_ENTRIES))
+            events = await run_encoding(
+                lambda: self._encode(
+                    self._writer.events(choice, output, self._offsets[choice.index])
+                ),
+                output.num_logprobs,
+                INLINE_ENTRIES,
+                LARGE_ENTRIES,
+            )
+            await self._send(events)
         if output.prompt_logprobs is not None:  # streamed only with echo
             prompt = choice.prompt_token_ids
             count = partial(self._num_characters, prompt)
@@ -61,9 +67,6 @@ class StreamSender:
         """Send the events that come after the last output, and end the stream."""
         await self._send(self._encode(self._writer.closing()))
         await self._stream.end(self._writer.LAST_EVENT)
-
-    def _encode_output(self, choice: Choice, output: TextOutput) -> list[tuple[bytes, str]]:
-        return self._encode(self._writer.events(choice, output, self._offsets[choice.index]))
 
     def _encode(self, events: list[msgspec.Struct]) -> list[tuple[bytes, str]]:
         """Return each event as JSON, and its name."""

@@ -16,7 +16,6 @@ from baton_gateway.endpoints.request_services import RequestServices
 from baton_gateway.errors import MESSAGES_PATH
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.request_body import INLINE_BODY_BYTES
-from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.thread_pool import run_off_loop, run_tokenization
 from baton_text.requests.messages_request import CountTokensRequest
@@ -65,8 +64,7 @@ class TokenizeEndpoints:
         with services.admission.reserve(client):
             async with services.bodies.charge(client) as charge:
                 encoded = await self._encoded_answer(http, kind, answer, charge)
-            async with services.bodies.charge(client) as charge:
-                return await send_json(http, encoded, services.config.client_timeout_s, charge)
+            return await services.send(http, encoded)
 
     async def _encoded_answer(
         self,

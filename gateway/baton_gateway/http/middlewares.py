@@ -20,7 +20,7 @@ from baton_gateway.http.connections import allow_eviction, response_headers
 from baton_gateway.http.request_id import request_id
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import current_client
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 
 logger = logging.getLogger(__name__)
 

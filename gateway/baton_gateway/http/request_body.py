@@ -14,8 +14,8 @@ from typing import TypeVar
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import run_off_loop
-from baton_text.errors import RequestError
 from baton_text.json_values import STRING, count_punctuation, count_values
+from baton_text.request_error import RequestError
 from baton_text.requests.parsing import Checked, parse_request, unknown_fields
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ MAX_CONTAINERS = 2**17
 INLINE_BODY_BYTES = 2**16
 #: Memory of a JSON value as Python objects, in bytes: a short text takes 60.
 VALUE_BYTES = 64
-#: Finding the end of a string takes a microsecond.
+#: Number of strings whose punctuation does not count as values. To skip a string takes a
+#: microsecond.
 MAX_SKIPPED_STRINGS = 256
 #: Maximum number of names of unknown fields to log. Clients choose the names, so the log must be
 #: bounded.

@@ -8,5 +8,5 @@ Modules:
     prompts: converts messages and texts to token ids, within length bounds.
     generator: runs a job's sequences and yields their text.
     output_queue: the outputs of a job that wait for its endpoint.
-    pooling: jobs for pooling models, and their vectors.
+    pooling_jobs: jobs for pooling models, and their vectors.
 """

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 from baton_gateway.errors import (
     APIError,
@@ -36,6 +37,8 @@ INLINE_TOKENS = 64
 STAGGERED_TOKENS = 2**16
 #: Fixed cost of sending one sequence. The unit is the cost of encoding one token.
 SEQUENCE_TOKENS = 2**11
+
+_Result = TypeVar("_Result")
 
 
 class Generator:
@@ -79,28 +82,23 @@ class Generator:
             APIError: one sequence failed. The other sequences are aborted.
         """
         queue = OutputQueue()
-        runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
-        tasks: list[asyncio.Task[None]] = []
-        num_unfinished, num_tokens = len(runs), 0
+        num_unfinished = sum(len(prompt.runs) for prompt in job.prompts)
         self._running[queue] = job
+        work = (
+            (run.sequence, self._run(job, prompt, run, queue, on_output))
+            for prompt in job.prompts
+            for run in prompt.runs
+        )
         try:
-            for prompt, run in runs:
-                tasks.append(asyncio.create_task(self._run(job, prompt, run, queue, on_output)))
-                num_tokens += len(prompt.token_ids) + _num_options(run.sequence) + SEQUENCE_TOKENS
-                if num_tokens > STAGGERED_TOKENS:
-                    num_tokens = 0
-                    await asyncio.sleep(0)
-            while num_unfinished:
-                output = await queue.get()
-                if output is None:
-                    num_unfinished -= 1
-                else:
-                    yield output
+            async with sequence_tasks(work):
+                while num_unfinished:
+                    output = await queue.get()
+                    if output is None:
+                        num_unfinished -= 1
+                    else:
+                        yield output
         finally:
             del self._running[queue]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.e2e_latency.observe(time.monotonic() - job.started)
 
     async def _run(
@@ -155,6 +153,27 @@ class Generator:
                     return
 
 
+@asynccontextmanager
+async def sequence_tasks(
+    work: Iterable[tuple[Sequence, Coroutine[Any, Any, _Result]]],
+) -> AsyncIterator[list[asyncio.Task[_Result]]]:
+    """Run a coroutine for each sequence until the `with` block ends, which cancels the rest."""
+    tasks: list[asyncio.Task[_Result]] = []
+    num_tokens = 0
+    try:
+        for sequence, coroutine in work:
+            tasks.append(asyncio.create_task(coroutine))
+            num_tokens += len(sequence.prompt_token_ids) + _num_options(sequence) + SEQUENCE_TOKENS
+            if num_tokens > STAGGERED_TOKENS:
+                num_tokens = 0
+                await asyncio.sleep(0)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _num_options(sequence: Sequence) -> int:
     """Return the number of entries of logit_bias and allowed_token_ids together."""
     params = sequence.sampling_params
@@ -171,20 +190,15 @@ async def _texts(
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
         return await run_encoding(partial(_beams, run, output), size, INLINE_TOKENS)
-    if request.is_prompt_only:
-        output = _without_tokens(output)
+    if request.is_prompt_only:  # the answer is the prompt, without the generated token
+        output = EngineCoreOutput(
+            output.request_id,
+            [],
+            finish_reason=FinishReason.LENGTH if output.finished else None,
+            prompt_logprobs=output.prompt_logprobs,
+        )
     [choice] = run.choices
     return [(choice, choice.processor.push(output))]
-
-
-def _without_tokens(output: EngineCoreOutput) -> EngineCoreOutput:
-    """Return `output` without its tokens, for a request whose answer is only the prompt."""
-    return EngineCoreOutput(
-        output.request_id,
-        [],
-        finish_reason=FinishReason.LENGTH if output.finished else None,
-        prompt_logprobs=output.prompt_logprobs,
-    )
 
 
 def _beams(run: SampleRun, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:

@@ -23,10 +23,10 @@ from baton_gateway.thread_pool import run_tokenization
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling_params import Task
 from baton_protocol.sampling_params import SamplingParams, StructuredOutput
-from baton_text.errors import RequestError
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.output import OutputProcessor
 from baton_text.reply_parsing.reply_format import Reply, ReplyFormat
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
@@ -156,8 +156,18 @@ class JobBuilder:
             for sample_index, part in enumerate(parts):
                 is_only = len(prompts) * len(parts) == 1
                 request_id = job_id if is_only else f"{job_id}-c{first_index + sample_index}"
-                sequence = _sequence(
-                    request, request_id, arrival, token_ids, params, sample_index, group, cache_salt
+                if sample_index == 1:  # only the first sample returns the prompt's logprobs
+                    params = msgspec.structs.replace(params, prompt_logprobs=None)
+                sequence = Sequence(
+                    request_id=request_id,
+                    prompt_token_ids=token_ids,
+                    sampling_params=params,
+                    sample_index=sample_index,
+                    arrival_time=arrival,
+                    priority=request.priority or 0,
+                    cache_salt=cache_salt,
+                    group=group,
+                    data_parallel_rank=request.data_parallel_rank,
                 )
                 runs.append(SampleRun(sequence, part))
             jobs.append(PromptJob(token_ids, runs))
@@ -298,28 +308,3 @@ def check_priority(priority: int | None, access: AccessConfig) -> None:
             "lower values run first",
             param="priority",
         )
-
-
-def _sequence(
-    request: GenerationRequest,
-    request_id: str,
-    arrival_time: float,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    sample_index: int,
-    group: SampleGroup | None,
-    cache_salt: str,
-) -> Sequence:
-    if sample_index > 0:  # the first sample returns the prompt's logprobs
-        params = msgspec.structs.replace(params, prompt_logprobs=None)
-    return Sequence(
-        request_id=request_id,
-        prompt_token_ids=prompt_token_ids,
-        sampling_params=params,
-        sample_index=sample_index,
-        arrival_time=arrival_time,
-        priority=request.priority or 0,
-        cache_salt=cache_salt,
-        group=group,
-        data_parallel_rank=request.data_parallel_rank,
-    )

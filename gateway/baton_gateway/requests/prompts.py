@@ -13,7 +13,7 @@ from baton_gateway.thread_pool import run_template
 from baton_protocol.pooling_params import PairFormat
 from baton_text.chat_messages import ChatMessage, template_messages
 from baton_text.chat_template import ChatTemplateError, TemplateProcessError
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.score_prompts import PairPrompt, encode_pair
 from baton_text.tokenizer import Tokenizer, TokenizerError
 
@@ -74,6 +74,7 @@ class PromptBounds:
         self.check_server_limit(at_least, field)
 
     def check_server_limit(self, at_least: int, field: str) -> None:
+        """Raise RequestError if a prompt of `at_least` tokens is above this server's limit."""
         if self.max_prompt_tokens is not None and at_least > self.max_prompt_tokens:
             raise RequestError(
                 f"this server accepts prompts of at most {self.max_prompt_tokens} tokens, "
@@ -287,7 +288,7 @@ class PromptReader:
 def _max_characters(max_tokens: int, prompt: PromptBounds) -> int:
     """Return the maximum length of a text that may have `max_tokens` tokens.
 
-    It limits the memory of the tokenizer. Texts for models with long contexts need more of it.
+    The limit bounds the memory of the tokenizer, and grows with the context length of the model.
     """
     return min(
         MAX_CHARACTERS_PER_TOKEN * max_tokens,

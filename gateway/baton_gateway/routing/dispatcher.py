@@ -104,7 +104,7 @@ class Dispatcher:
                 )
             except APIError as error:
                 logger.error(
-                    "request %s: it ended on engine %s after %d tokens, and the client gets status "
+                    "request %s failed on engine %s after %d tokens, and the client gets status "
                     "%d: %s",
                     sequence.request_id,
                     placement.member.endpoint.name,
@@ -136,9 +136,8 @@ class Dispatcher:
         try:
             request = sequence.request(attempt_id, None, group_id=_group_id(sequence, placement))
             stream = self._add(client, request, state.rank)
-            async with aclosing(self._decode_outputs(sequence, stream)) as outputs:
+            async with aclosing(self._decode_outputs(sequence, placement, stream)) as outputs:
                 async for output in outputs:
-                    placement.prompt_computed.set()
                     yield output
         finally:
             placement.prompt_computed.set()
@@ -168,10 +167,9 @@ class Dispatcher:
                 yield first
                 if first.finished:
                     return
-            decoded = self._decode_outputs(sequence, stream, stage.decode_output)
+            decoded = self._decode_outputs(sequence, placement, stream, stage.decode_output)
             async with aclosing(decoded) as outputs:
                 async for output in outputs:
-                    placement.prompt_computed.set()
                     yield output
         finally:
             placement.prompt_computed.set()
@@ -185,12 +183,11 @@ class Dispatcher:
         client: EngineClient,
         request: EngineCoreRequest,
     ) -> EngineCoreOutput | None:
-        """Return the first token of the prefill stage, after sending PREFILL_RESULT.
-
-        A sequence that has ended sends no PREFILL_RESULT.
+        """Wait for the prefill stage, send PREFILL_RESULT, and return the first token.
 
         PREFILL_RESULT is sent before the client of the gateway receives the first token. So a slow
-        client does not delay the decode engine.
+        client does not delay the decode engine. If the sequence ends with the first token,
+        PREFILL_RESULT is not sent.
 
         Args:
             sequence: the sequence, to which the first token is added.
@@ -230,14 +227,18 @@ class Dispatcher:
             `output` with the sequence's finish reason, which is None if the sequence continues.
         """
         self._require_continuation(sequence, output)
-        finish_reason = _finish_reason(sequence, output)
         sequence.generated_token_ids += output.new_token_ids
         sequence.num_cached_tokens = output.num_cached_tokens
+        finish_reason = output.finish_reason
+        if finish_reason not in (FinishReason.STOP, FinishReason.REPETITION):
+            # A prefill engine reports LENGTH after its token in all cases.
+            finish_reason = FinishReason.LENGTH if sequence.is_complete else None
         return msgspec.structs.replace(output, finish_reason=finish_reason)
 
     async def _decode_outputs(
         self,
         sequence: Sequence,
+        placement: Placement,
         stream: RequestStream,
         first: asyncio.Task[EngineCoreOutput] | None = None,
     ) -> AsyncGenerator[EngineCoreOutput, None]:
@@ -260,6 +261,7 @@ class Dispatcher:
                 sequence.num_cached_tokens = max(
                     sequence.num_cached_tokens, output.num_cached_tokens
                 )
+            placement.prompt_computed.set()
             yield output
             if output.finished:
                 return
@@ -295,6 +297,11 @@ class Dispatcher:
     def _add(
         self, client: EngineClient, request: EngineCoreRequest, rank: int | None
     ) -> RequestStream:
+        """Send ADD to a decode engine, and return the stream of its outputs.
+
+        Raises:
+            AttemptError: the engine is dead.
+        """
         request.data_parallel_rank = rank
         try:
             return client.add(request)
@@ -373,15 +380,3 @@ async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
         return await output
     except EngineDeadError as error:
         raise AttemptError(str(error), None) from error
-
-
-def _finish_reason(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
-    """Return the finish reason after the prefill stage's token; None if the sequence continues.
-
-    A prefill engine always reports LENGTH after its token. This function ignores that reason.
-    """
-    if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
-        return output.finish_reason
-    num_generated = len(sequence.generated_token_ids) + len(output.new_token_ids)
-    limit = sequence.sampling_params.max_tokens
-    return FinishReason.LENGTH if limit is not None and num_generated >= limit else None

@@ -24,7 +24,7 @@ from baton_protocol.engine_client.engine_client import (
     EngineDeadError,
     HandshakeFailedError,
 )
-from baton_protocol.engine_messages import Init
+from baton_protocol.engine_messages import Init, Ready
 from baton_protocol.options.config import EngineEndpoint
 from baton_protocol.pooling_params import PairFormat, Task
 from baton_protocol.service_key import ServiceKey
@@ -79,10 +79,8 @@ class EnginePool:
         self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
         #: Set and replaced each time a member may have become available.
         self._changed = asyncio.Event()
-        self._max_model_len: int | None = None
-        self._data_parallel_size = 1
-        self._task = Task.GENERATE
-        self._pair_format: PairFormat | None = None
+        #: The READY messages of the decode engines that were available last.
+        self._decode_ready: list[Ready] = []
         for role in ROLES:
             metrics.engines_ready.labels(role).set_function(self._counter(role))
 
@@ -149,8 +147,7 @@ class EnginePool:
         While no decode engine is available, the last value stays. None until a decode engine has
         been available.
         """
-        self._read_decode_limits()
-        return self._max_model_len
+        return min((ready.max_model_len for ready in self._decode_engines()), default=None)
 
     @property
     def data_parallel_size(self) -> int:
@@ -158,8 +155,7 @@ class EnginePool:
 
         While no decode engine is available, the last value stays.
         """
-        self._read_decode_limits()
-        return self._data_parallel_size
+        return max((ready.data_parallel_size for ready in self._decode_engines()), default=1)
 
     @property
     def task(self) -> Task:
@@ -167,22 +163,21 @@ class EnginePool:
 
         While no decode engine is available, the last value stays.
         """
-        self._read_decode_limits()
-        return self._task
+        return next((ready.task for ready in self._decode_engines()), Task.GENERATE)
 
     @property
     def pair_format(self) -> PairFormat | None:
         """How two texts become a prompt of the decode engines. None if they score no pairs."""
-        self._read_decode_limits()
-        return self._pair_format
+        return next((ready.pair_format for ready in self._decode_engines()), None)
 
-    def _read_decode_limits(self) -> None:
-        members = self.available("decode")
-        if members:
-            self._max_model_len = min(member.ready.max_model_len for member in members)
-            self._data_parallel_size = max(member.ready.data_parallel_size for member in members)
-            self._task = members[0].ready.task
-            self._pair_format = members[0].ready.pair_format
+    def _decode_engines(self) -> list[Ready]:
+        """Return the READY of each available decode engine.
+
+        While no decode engine is available, return the last messages.
+        """
+        if members := self.available("decode"):
+            self._decode_ready = [member.ready for member in members]
+        return self._decode_ready
 
     def _counter(self, role: str) -> Callable[[], float]:
         return lambda: float(len(self.available(role)))
@@ -319,8 +314,8 @@ class EnginePool:
         """Return why the requests of a live engine should continue on other engines.
 
         None means that they should stay. They stay for up to MAX_STALL_S if no other decode engine
-        can continue them. Decode engines also continue the requests of prefill engines. A step of
-        the engine may always last twice as long as the engine's longest step.
+        can continue them. Decode engines also continue the requests of prefill engines. A stall is
+        never shorter than twice the engine's longest step.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:
@@ -362,7 +357,8 @@ class EnginePool:
                 )
 
     def _notify(self) -> None:
-        self._read_decode_limits()
+        """Wake the callers of `wait_for`, because an engine may have become available."""
+        self._decode_engines()  # an engine that is lost before the next request counts as well
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -18,9 +18,6 @@ from baton_protocol.engine_messages import ErrorCode
 
 logger = logging.getLogger(__name__)
 
-#: Failed attempts in a row without a token, after which the failure is returned to the client: the
-#: sequence itself may crash engines.
-MAX_FAILURES = 5
 #: Interval at which a sequence that has begun is sent to full engines again.
 OVERLOAD_RETRY_S = 0.5
 
@@ -87,7 +84,7 @@ class Placer:
         Raises:
             APIError: no decode engine is available, or the sequence has failed too often.
         """
-        if state.num_failures >= MAX_FAILURES:
+        if state.has_failed_too_often:
             raise _final_error(state)
         decode = await self._place_decode(state)
         if decode.has_sample:
@@ -115,6 +112,11 @@ class Placer:
             return placement
 
     async def _choose(self, state: RetryState) -> Placement:
+        """Choose the least loaded decode engine that may run the sequence, or wait for one.
+
+        Raises:
+            APIError: no such engine was available in time.
+        """
         requirements = _requirements(state)
         member = self._least_loaded("decode", requirements)
         if member is None and state.is_waiting_for_capacity:

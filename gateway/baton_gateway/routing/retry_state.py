@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from baton_gateway.routing.sequence import Placement, Sequence
 from baton_protocol.engine_messages import ErrorCode
 
+#: Number of failed attempts in a row without a new token, after which the client gets the error.
+#: The sequence itself may crash engines.
+MAX_FAILURES = 5
+
 
 class AttemptError(Exception):
     """Raised when an engine fails an attempt that another engine may complete.
@@ -54,6 +58,11 @@ class RetryState:
     stalled_since: float = 0.0  # monotonic time of the first failure since the last token
 
     @property
+    def has_failed_too_often(self) -> bool:
+        """Whether the client gets the error of the last attempt, and no other engine is tried."""
+        return self.num_failures >= MAX_FAILURES
+
+    @property
     def is_waiting_for_capacity(self) -> bool:
         """Whether the sequence has generated tokens and the engine of the last attempt was full.
 
@@ -66,6 +75,7 @@ class RetryState:
         )
 
     def on_sent(self, placement: Placement) -> None:
+        """Record that an attempt begins on the engine of `placement`."""
         self.num_attempts += 1
         self.last_placement = placement
         self.excluded.add(placement.readiness)

@@ -42,7 +42,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    assert tokenizer.eos_token_id == EOS_ID
+    assert tokenizer.token_id(tokenizer.special_tokens["eos_token"]) == EOS_ID
     return tokenizer
 
 

@@ -16,7 +16,7 @@ from baton_text.chat_messages import (
     ToolCall,
     template_messages,
 )
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 
 
 def conversation(*arguments: str) -> list[ChatMessage]:

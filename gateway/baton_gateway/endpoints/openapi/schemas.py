@@ -39,8 +39,11 @@ _BOUNDS = (
 def make_schemas() -> dict[str, dict[str, Any]]:
     """Return the JSON schemas of all bodies and of what they contain, by the name of the struct."""
     requests = [each.body for each in OPERATIONS.values() if each.body is not None]
-    responses: list[Struct] = [openai.ErrorBody, anthropic.MessageError]
-    responses.append(responses_api.ResponseError)
+    responses: list[Struct] = [
+        openai.ErrorBody,
+        anthropic.MessageError,
+        responses_api.ResponseError,
+    ]
     for operation in OPERATIONS.values():
         responses += operation.events
         if operation.response is not None:

@@ -66,7 +66,7 @@ class ChatWriter(ChunkWriter[ChatCompletionRequest]):
     def opening(self) -> list[msgspec.Struct]:
         delta = ChatDelta(role="assistant", content="")
         return [
-            self._chunk(ChatChunkChoice(index=choice.index, delta=delta))
+            self._choice_chunk(ChatChunkChoice(index=choice.index, delta=delta))
             for choice in self.job.choices
         ]
 
@@ -82,16 +82,9 @@ class ChatWriter(ChunkWriter[ChatCompletionRequest]):
             num_nans_in_logits=output.num_nans_in_logits or UNSET,
         )
         pieces = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas]
-        return [self._chunk(piece) for piece in (*pieces, last)]
+        return [self._choice_chunk(piece) for piece in (*pieces, last)]
 
-    def closing(self) -> list[msgspec.Struct]:
-        usage = self._final_usage()
-        return [] if usage is None else [self._completion_chunk([], usage)]
-
-    def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
-        return self._completion_chunk([choice], self._chunk_usage())
-
-    def _completion_chunk(
+    def _chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
@@ -108,16 +101,16 @@ class ChatWriter(ChunkWriter[ChatCompletionRequest]):
 
 def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponseMessage:
     """Return the message of a complete choice."""
-    if output.reply is None:
-        return ChatResponseMessage(content=output.text)
     reply = output.reply
+    if reply is None:
+        return ChatResponseMessage(content=output.text)
     calls = [_tool_call(call) for call in reply.tool_calls]
-    message = ChatResponseMessage(content=reply.content or (None if calls else ""))
-    if reply.reasoning and request.include_reasoning is not False:
-        message.reasoning_content = reply.reasoning
-    if calls:
-        message.tool_calls = calls
-    return message
+    reasoning = reply.reasoning if request.include_reasoning is not False else ""
+    return ChatResponseMessage(
+        content=reply.content or (None if calls else ""),
+        reasoning_content=reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 def _deltas(request: ChatCompletionRequest, output: TextOutput) -> list[ChatDelta]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import abc
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton_gateway.endpoints.writers.generation_api import GenerationWriter
@@ -17,16 +19,20 @@ ChunkBody = TypeVar("ChunkBody", bound=GenerationRequest)
 class ChunkWriter(GenerationWriter[ChunkBody]):
     """Decides which chunks of a stream have `usage`, and which choices have token ids."""
 
-    def _chunk_usage(self) -> Usage | UnsetType | None:
-        """Return the usage of a chunk with choices; UNSET if the chunk has no field `usage`."""
+    def closing(self) -> list[msgspec.Struct]:
+        return [self._chunk([], self.job.usage())] if self.body.include_usage else []
+
+    @abc.abstractmethod
+    def _chunk(self, choices: list[Any], usage: Usage | UnsetType | None) -> msgspec.Struct:
+        """Return a chunk with these choices and this usage. UNSET: the chunk has no `usage`."""
+
+    def _choice_chunk(self, choice: msgspec.Struct) -> msgspec.Struct:
+        """Return a chunk with one choice, and with `usage` if the request asks for it."""
         options = self.body.stream_options
         if options is None or not options.include_usage:
-            return UNSET
-        return self.job.streamed_usage() if options.continuous_usage_stats else None
-
-    def _final_usage(self) -> Usage | None:
-        """Return the usage of a last chunk without choices; None if there is no such chunk."""
-        return self.job.usage() if self.body.include_usage else None
+            return self._chunk([choice], UNSET)
+        usage = self.job.streamed_usage() if options.continuous_usage_stats else None
+        return self._chunk([choice], usage)
 
     def _token_ids(self, output: TextOutput) -> list[int] | UnsetType:
         """Return the token ids of a choice; UNSET if the request does not ask for them."""

@@ -33,13 +33,13 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
                     self.tokenizer, output.prompt_logprobs or []
                 )
             choices.append(piece)
-        return self._completion(choices, self.job.usage())
+        return self._chunk(choices, self.job.usage())
 
     def opening(self) -> list[msgspec.Struct]:
         if self.body.logprobs is not None:
             return []  # the echo comes with its logprobs, in the first event of each choice
         return [
-            self._chunk(CompletionChoice(index=choice.index, text=choice.echo))
+            self._choice_chunk(CompletionChoice(index=choice.index, text=choice.echo))
             for choice in self.job.choices
             if choice.echo
         ]
@@ -49,16 +49,9 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         has_logprobs = has_prompt or output.logprobs
         logprobs = self._logprobs(choice, output, offset) if has_logprobs else None
         echo = choice.echo if has_prompt else ""
-        return [self._chunk(self._choice(choice, output, echo, logprobs))]
+        return [self._choice_chunk(self._choice(choice, output, echo, logprobs))]
 
-    def closing(self) -> list[msgspec.Struct]:
-        usage = self._final_usage()
-        return [] if usage is None else [self._completion([], usage)]
-
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        return self._completion([choice], self._chunk_usage())
-
-    def _completion(
+    def _chunk(
         self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
     ) -> Completion:
         return Completion(

@@ -107,7 +107,7 @@ class GenerationWriter(abc.ABC, Generic[Body]):
 
     def name(self, event: msgspec.Struct) -> str:
         """Return the name of an event in the stream, or an empty string if it has no name."""
-        return ""
+        return str(getattr(event, "type", ""))
 
 
 def new_call_id() -> str:

@@ -78,7 +78,7 @@ class MessagesWriter(GenerationWriter[MessagesRequest]):
             if text:
                 if self._open != kind:
                     events += self._begin(kind, _block(kind, ""))
-                events.append(self._delta(_text_delta(kind, text)))
+                events.append(self._delta(BlockDelta(type=f"{kind}_delta", **{kind: text})))
         for call in reply.tool_calls:
             if call.name is not msgspec.UNSET:
                 events += self._begin("tool_use", _call(call.name, {}))
@@ -91,9 +91,6 @@ class MessagesWriter(GenerationWriter[MessagesRequest]):
 
     def closing(self) -> list[msgspec.Struct]:
         return [*self._end(), MessageDelta(delta=self._stop, usage=self._usage()), MessageStop()]
-
-    def name(self, event: msgspec.Struct) -> str:
-        return str(event.type)  # type: ignore[attr-defined]
 
     def _reply(self, output: TextOutput) -> ReplyDelta:
         reply = ReplyDelta(content=output.text) if output.reply is None else output.reply
@@ -141,12 +138,6 @@ def _block(kind: str, text: str) -> ResponseBlock:
     if kind == "thinking":
         return ResponseBlock(type=kind, thinking=text, signature="")
     return ResponseBlock(type=kind, text=text)
-
-
-def _text_delta(kind: str, text: str) -> BlockDelta:
-    if kind == "thinking":
-        return BlockDelta(type="thinking_delta", thinking=text)
-    return BlockDelta(type="text_delta", text=text)
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ResponseBlock:

@@ -148,9 +148,6 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
         response = self._finish()
         return [*ended, self._event(f"response.{response.status}", response=response)]
 
-    def name(self, event: msgspec.Struct) -> str:
-        return str(event.type)  # type: ignore[attr-defined]
-
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         event = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
         self._num_events += 1

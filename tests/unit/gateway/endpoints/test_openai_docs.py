@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_gateway.http.request_body import MAX_LOGGED_FIELDS, check_values
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from support.gateway.gateway_rig import GatewayRig
 
 TEXT = "hello world, the quick brown fox"

@@ -10,8 +10,8 @@ import pytest
 
 from baton_gateway.requests.job import PromptJob, SampleRun
 from baton_protocol.engine_messages import EngineCoreOutput, PromptLogprobs
-from baton_text.errors import RequestError
 from baton_text.output import TextOutput
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.messages_request import MessagesRequest

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from baton_protocol.sampling_params import MAX_SPEC_LENGTH
-from baton_text.errors import RequestError
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS
-from baton_text.reply_parsing.reply_format import ReplyFormat
+from baton_text.reply_parsing.reply_format import Reply, ReplyFormat
 from baton_text.reply_parsing.tool_formats import TOOL_FORMATS
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -59,15 +59,20 @@ def reply(name: str, prompt: str = "", **fields: Any) -> Any:
     return chosen.reply(request(**fields), prompt, {"<think>": 7, "<tool_call>": 8}.get)
 
 
+def parsing(found: Reply) -> dict[str, Any]:
+    """Return the arguments of the parsers of a reply."""
+    return found.parser.keywords
+
+
 def test_a_reply_begins_inside_the_reasoning_if_the_prompt_does() -> None:
-    assert reply("hermes", "...assistant\n<think>\n").is_reasoning
-    assert not reply("hermes", "...assistant\n<think>\n\n</think>\n\n").is_reasoning
+    assert parsing(reply("hermes", "...assistant\n<think>\n"))["is_reasoning"]
+    assert not parsing(reply("hermes", "...assistant\n<think>\n\n</think>\n\n"))["is_reasoning"]
 
 
 def test_a_structured_output_follows_the_reasoning_if_it_is_no_grammar_of_the_client() -> None:
     form = {"type": "json_object"}
     inside = reply("hermes", "<think>\n", response_format=form)
-    assert inside.tool_format is None
+    assert parsing(inside)["tool_format"] is None
     assert "start: thinking " in inside.structured_output.spec
     assert "start: (<[7]> thinking " in reply("hermes", guided_regex="a+").structured_output.spec
     assert reply("hermes", structured_outputs={"grammar": 'start: "a"'}) is None
@@ -78,8 +83,8 @@ def test_a_structured_output_follows_the_reasoning_if_it_is_no_grammar_of_the_cl
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_without_parallel_calls_a_reply_has_one_call_also_without_a_grammar(name: str) -> None:
     options = {"tools": [TOOL], "tool_choice": "auto"}
-    assert reply(name, **options, parallel_tool_calls=False).is_single
-    assert not reply(name, **options).is_single
+    assert parsing(reply(name, **options, parallel_tool_calls=False))["is_single"]
+    assert not parsing(reply(name, **options))["is_single"]
 
 
 def test_a_budget_needs_a_grammar_only_if_the_model_reasons() -> None:
@@ -88,10 +93,10 @@ def test_a_budget_needs_a_grammar_only_if_the_model_reasons() -> None:
     assert reply("hermes").structured_output is None
     both = reply("hermes", thinking_budget=5, tools=[TOOL], tool_choice="required")
     assert "max_tokens=5" in both.structured_output.spec
-    assert both.is_guaranteed
+    assert parsing(both)["is_guaranteed"]
     free = reply("pythonic", thinking_budget=5, tools=[TOOL])
     assert "max_tokens=5" in free.structured_output.spec
-    assert not free.is_guaranteed
+    assert not parsing(free)["is_guaranteed"]
     without_reasoning = ReplyFormat.choose("hermes", "none", None)
     assert without_reasoning.reply(request(thinking_budget=5), "", {}.get) is None
 
@@ -100,7 +105,8 @@ def test_the_texts_of_gptoss_are_read_without_tools() -> None:
     chosen = ReplyFormat.choose("gptoss", "auto", "<|channel|>")
     found = chosen.reply(request(), "<|start|>assistant", {"<|channel|>": 3}.get)
     assert found is not None
-    assert (found.tool_format, found.tools) == (TOOL_FORMATS["gptoss"], frozenset())
+    assert parsing(found)["tool_format"] is TOOL_FORMATS["gptoss"]
+    assert parsing(found)["tools"] == frozenset()
     assert found.special_token_ids == {3}
 
 
@@ -137,13 +143,13 @@ def test_deeply_nested_schemas_of_tools_are_refused() -> None:
 
 
 def test_calls_that_no_grammar_describes_are_written_as_json_if_a_grammar_is_needed() -> None:
-    assert reply("pythonic", tools=[TOOL]).tool_format is TOOL_FORMATS["pythonic"]
+    assert parsing(reply("pythonic", tools=[TOOL]))["tool_format"] is TOOL_FORMATS["pythonic"]
     assert reply("pythonic", tools=[TOOL]).structured_output is None
     required = reply("pythonic", tools=[TOOL], tool_choice="required")
-    assert required.tool_format is TOOL_FORMATS["json"]
+    assert parsing(required)["tool_format"] is TOOL_FORMATS["json"]
     assert required.structured_output is not None
     either = reply("pythonic", tools=[TOOL], response_format={"type": "json_object"})
-    assert either.tool_format is TOOL_FORMATS["json"]
+    assert parsing(either)["tool_format"] is TOOL_FORMATS["json"]
     assert either.structured_output is not None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton_protocol.sampling_params import SamplingParams, StructuredOutput, StructuredOutputKind
 from baton_text.chat_messages import template_messages
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.parsing import parse_request, unknown_fields

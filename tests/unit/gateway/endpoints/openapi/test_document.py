@@ -20,7 +20,7 @@ from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS
 from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling_params import Task
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import MAX_N

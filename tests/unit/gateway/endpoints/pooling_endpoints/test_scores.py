@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_gateway.requests import pooling
+from baton_gateway.requests import pooling_jobs
 from baton_protocol.pooling_params import PairFormat, Task
 from baton_text.score_prompts import encode_pair
 from baton_text.tokenizer import Tokenizer, TokenizerError
@@ -142,7 +142,7 @@ async def test_invalid_fields_get_400_with_their_name(
 async def test_a_query_that_is_repeated_too_often_is_refused(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooling, "MAX_PAIR_CHARACTERS", 100)
+    monkeypatch.setattr(pooling_jobs, "MAX_PAIR_CHARACTERS", 100)
     rig = await start(make_rig, Task.CLASSIFY)
     query = "q" * 30
     for number, status in ((3, 200), (4, 400)):

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from baton_gateway.routing.placer import MAX_FAILURES
+from baton_gateway.routing.retry_state import MAX_FAILURES
 from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.sampling_params import StructuredOutputKind
 from support.gateway.fake_engine import FakeEngine, busy

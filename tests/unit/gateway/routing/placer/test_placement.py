@@ -14,9 +14,9 @@ import pytest
 from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.engine_pool import EnginePool
-from baton_gateway.routing.placer import MAX_FAILURES, OVERLOAD_RETRY_S, Placer, Requirements
+from baton_gateway.routing.placer import OVERLOAD_RETRY_S, Placer, Requirements
 from baton_gateway.routing.pool_member import PoolMember
-from baton_gateway.routing.retry_state import AttemptError, RetryState
+from baton_gateway.routing.retry_state import MAX_FAILURES, AttemptError, RetryState
 from baton_gateway.routing.sequence import Placement, SampleGroup, Sequence
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import PROTOCOL_VERSION, ErrorCode, Init, Pong, Ready

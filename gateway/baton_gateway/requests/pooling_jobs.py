@@ -8,11 +8,12 @@ import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton_gateway.errors import EngineRefusalError, bad_request, check_task, internal, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.cache_salts import CacheSalts
-from baton_gateway.requests.generator import SEQUENCE_TOKENS, STAGGERED_TOKENS
+from baton_gateway.requests.generator import sequence_tasks
 from baton_gateway.requests.job_builder import check_priority
 from baton_gateway.requests.prompts import PromptBounds, PromptReader
 from baton_gateway.routing.dispatcher import Dispatcher
@@ -28,7 +29,7 @@ from baton_protocol.pooling_params import (
     dot,
     unpack_vector,
 )
-from baton_text.errors import RequestError
+from baton_text.request_error import RequestError
 from baton_text.requests.pooling_requests import (
     EmbeddingRequest,
     PoolingRequest,
@@ -71,26 +72,24 @@ class PoolingJob:
 
 
 @dataclass
-class PairJob:
-    """The pairs of texts of one HTTP request, and their scores.
+class PairJob(PoolingJob):
+    """A job whose prompts are pairs of texts, or the texts of pairs.
 
     Args:
-        job: the prompts.
         embedded: indices of both texts of each pair among the prompts. None if each prompt is a
             pair.
     """
 
-    job: PoolingJob
-    embedded: list[tuple[int, int]] | None
+    embedded: list[tuple[int, int]] | None = None
 
     def scores(self) -> list[float]:
         """Return the score of each pair. The job must have run."""
-        vectors = self.job.vectors
         if self.embedded is None:
-            return [unpack_vector(vector)[0] for vector in vectors]
-        return [dot(vectors[first], vectors[second]) for first, second in self.embedded]
+            return [unpack_vector(vector)[0] for vector in self.vectors]
+        return [dot(self.vectors[first], self.vectors[second]) for first, second in self.embedded]
 
 
+_Job = TypeVar("_Job", bound=PoolingJob)
 #: Token ids, and the parameters of the prompt.
 _Prompt = tuple[list[int], PoolingParams]
 
@@ -138,14 +137,10 @@ class PoolingJobBuilder:
                 for prompt in request.prompts
             ]
 
-        return self._job(request, await run_tokenization(prompts, size), client)
+        return self._job(PoolingJob, request, await run_tokenization(prompts, size), client)
 
     async def pair_job(
-        self,
-        request: ScoreRequest | RerankRequest,
-        fields: tuple[str, str],
-        size: int,
-        client: str | None,
+        self, request: ScoreRequest | RerankRequest, size: int, client: str | None
     ) -> PairJob:
         """Return the job of a request for scores of pairs of texts.
 
@@ -153,7 +148,6 @@ class PoolingJobBuilder:
 
         Args:
             request: the body.
-            fields: names of the fields of the first and the second texts, for errors.
             size: bytes of the body. The job of a large body is built in a thread.
             client: name of the client; None if clients need no API key.
 
@@ -162,7 +156,7 @@ class PoolingJobBuilder:
         """
         check_task(self._pool.task, Task.EMBED, Task.CLASSIFY)
         bounds, pair_format = self._bounds(), self._pool.pair_format
-        pairs = request.pairs
+        pairs, fields = request.pairs, request.PAIR_FIELDS
         num_characters = sum(len(first) + len(second) for first, second in pairs)
         if num_characters > MAX_PAIR_CHARACTERS:
             raise RequestError(
@@ -185,11 +179,11 @@ class PoolingJobBuilder:
             }
             return [(self._token_ids(text, names[text], bounds, True), unit) for text in indices]
 
-        job = self._job(request, await run_tokenization(prompts, max(size, num_characters)), client)
-        embedded = None
+        token_ids = await run_tokenization(prompts, max(size, num_characters))
+        job = self._job(PairJob, request, token_ids, client)
         if indices:
-            embedded = [(indices[first], indices[second]) for first, second in pairs]
-        return PairJob(job, embedded)
+            job.embedded = [(indices[first], indices[second]) for first, second in pairs]
+        return job
 
     def _bounds(self) -> PromptBounds:
         max_model_len = self._pool.max_model_len
@@ -197,8 +191,12 @@ class PoolingJobBuilder:
         return PromptBounds(max_model_len, self._access.max_prompt_tokens, room=0)
 
     def _job(
-        self, request: PoolingRequest, prompts: list[_Prompt], client: str | None
-    ) -> PoolingJob:
+        self,
+        kind: type[_Job],
+        request: PoolingRequest,
+        prompts: list[_Prompt],
+        client: str | None,
+    ) -> _Job:
         check_priority(request.priority, self._access)
         job_id, now = f"pool-{uuid.uuid4().hex}", time.time()
         cache_salt = self._salts.salt(client, request.cache_salt or "")
@@ -215,7 +213,7 @@ class PoolingJobBuilder:
             for index, (token_ids, params) in enumerate(prompts)
         ]
         self._metrics.prompt_tokens.inc(sum(len(each.prompt_token_ids) for each in sequences))
-        return PoolingJob(job_id, int(now), sequences)
+        return kind(job_id, int(now), sequences)
 
     def _pair(
         self,
@@ -266,25 +264,16 @@ class PoolingRunner:
         Raises:
             APIError: one sequence failed. The other sequences are aborted.
         """
-        tasks: list[asyncio.Task[bytes]] = []
-        num_tokens = 0
+        work = ((sequence, self._run(sequence)) for sequence in job.sequences)
         try:
-            for sequence in job.sequences:
-                tasks.append(asyncio.create_task(self._run(sequence)))
-                num_tokens += len(sequence.prompt_token_ids) + SEQUENCE_TOKENS
-                if num_tokens > STAGGERED_TOKENS:
-                    num_tokens = 0
-                    await asyncio.sleep(0)
-            vectors = asyncio.gather(*tasks)
-            self._running.add(vectors)
-            try:
-                job.vectors = await vectors
-            finally:
-                self._running.discard(vectors)
+            async with sequence_tasks(work) as tasks:
+                vectors = asyncio.gather(*tasks)
+                self._running.add(vectors)
+                try:
+                    job.vectors = await vectors
+                finally:
+                    self._running.discard(vectors)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._metrics.e2e_latency.observe(time.monotonic() - started)
 
     async def _run(self, sequence: Sequence) -> bytes:
