@@ -61,7 +61,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_readiness_numbers = itertools.count(1)
+_ready_epochs = itertools.count(1)
 
 
 class UtilityError(Exception):
@@ -104,7 +104,7 @@ class EngineClient:
         self.ready: Ready | None = None
         #: Changes each time the engine becomes ready, to a number that is unique in this process.
         #: Requests that the engine refused before the change may be sent again.
-        self.readiness = 0
+        self.ready_epoch = 0
         #: None while the engine is alive and this client is open.
         self.dead_reason: str | None = None
         self._client_id = client_id
@@ -280,7 +280,7 @@ class EngineClient:
         """End all requests in flight with EngineDeadError, and ask the engine to abort them.
 
         The connection stays open. Use this if the engine makes no progress. When it makes progress
-        again, `readiness` changes.
+        again, `ready_epoch` changes.
 
         Args:
             reason: text of the error.
@@ -446,7 +446,7 @@ class EngineClient:
             self._ready_again()
 
     def _ready_again(self) -> None:
-        self.readiness = next(_readiness_numbers)
+        self.ready_epoch = next(_ready_epochs)
         self._notify_available()
 
     def _on_refused(self, refused: RequestRefused) -> None:

@@ -149,9 +149,8 @@ class Dispatcher:
         """Yield the outputs of an attempt on a prefill engine and a decode engine.
 
         Both engines receive ADD at the same time. The first token comes from the prefill engine,
-        all other tokens from the decode engine. In a group, all tokens come from the decode engine.
-        Otherwise a sample that ends with its first token would not load the prompt's KV for the
-        other samples.
+        all other tokens from the decode engine. In a group, all tokens come from the decode engine,
+        so that it loads the prompt's KV for all samples even if one ends with its first token.
         """
         sequence, decode = state.sequence, placement.member
         client = decode.ready_client
@@ -361,7 +360,7 @@ async def _next_output(
     Raises:
         AttemptError: the engine is dead, or has sent no output within `timeout_s`.
     """
-    if timeout_s is None:  # a timeout costs a tenth of the gateway's time for a token
+    if timeout_s is None:  # `asyncio.timeout` takes a tenth of the gateway's CPU time per token
         return await _received(output)
     try:
         async with asyncio.timeout(timeout_s):

@@ -27,8 +27,8 @@ class Requirements:
     """Conditions that an engine must satisfy to be picked.
 
     Args:
-        excluded: `EngineClient.readiness` of engines that must not be picked. An engine that became
-            ready again has a new value and may be picked.
+        excluded: `EngineClient.ready_epoch` of engines that must not be picked. An engine that
+            became ready again has a new value and may be picked.
         compatibility_hash: the hash that the engine must have; None if any hash will do.
         data_parallel_rank: the rank that the engine must have; None if any rank will do.
         kv_transport: the KV transport that the engine must use; None if any transport will do.
@@ -43,7 +43,7 @@ class Requirements:
         """Return whether an available member satisfies the conditions."""
         client = member.ready_client
         return (
-            client.readiness not in self.excluded
+            client.ready_epoch not in self.excluded
             and self.compatibility_hash in (None, client.init.compatibility_hash)
             and self.kv_transport in (None, client.init.kv_transport)
             and self.data_parallel_rank in (None, member.ready.data_parallel_rank)
@@ -100,7 +100,7 @@ class Placer:
         group, failure = state.sequence.group, state.last_failure
         if group is None or (failure is not None and not failure.ends_group):
             return await self._choose(state)
-        last = 0 if state.last_placement is None else state.last_placement.readiness
+        last = 0 if state.last_placement is None else state.last_placement.ready_epoch
         async with group.lock:
             placement = group.placements.get(last)
             if (

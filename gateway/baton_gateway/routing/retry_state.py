@@ -52,7 +52,7 @@ class RetryState:
     #: count, because they do not depend on the sequence.
     num_failures: int = 0
     last_failure: AttemptError | None = None
-    excluded: set[int] = field(default_factory=set)  # `EngineClient.readiness` of engines tried
+    excluded: set[int] = field(default_factory=set)  # `EngineClient.ready_epoch` of engines tried
     compatibility_hash: str | None = None  # of the last engine tried
     last_placement: Placement | None = None
     stalled_since: float = 0.0  # monotonic time of the first failure since the last token
@@ -78,7 +78,7 @@ class RetryState:
         """Record that an attempt begins on the engine of `placement`."""
         self.num_attempts += 1
         self.last_placement = placement
-        self.excluded.add(placement.readiness)
+        self.excluded.add(placement.ready_epoch)
         self.compatibility_hash = placement.member.ready_client.init.compatibility_hash
 
     def on_failed(self, error: AttemptError, *, has_progressed: bool) -> None:

@@ -21,8 +21,8 @@ class Placement:
 
     def __init__(self, member: PoolMember) -> None:
         self.member = member
-        #: `EngineClient.readiness` of the engine. It changes when the engine is ready again.
-        self.readiness = member.ready_client.readiness
+        #: `EngineClient.ready_epoch` of the engine. It changes when the engine is ready again.
+        self.ready_epoch = member.ready_client.ready_epoch
         #: Whether a sample was sent to this engine. The first sample computes the prompt there, or
         #: loads the prompt's KV.
         self.has_sample = False
@@ -33,7 +33,7 @@ class Placement:
     @property
     def is_available(self) -> bool:
         """Whether the engine accepts requests and was not lost since it was chosen."""
-        return self.member.is_available and self.member.ready_client.readiness == self.readiness
+        return self.member.is_available and self.member.ready_client.ready_epoch == self.ready_epoch
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SampleGroup:
     """
 
     group_id: str
-    #: Key: readiness of the lost engine that the placement replaces; 0 for the first placement.
+    #: Key: `ready_epoch` of the lost engine that the placement replaces; 0 for the first placement.
     placements: dict[int, Placement] = field(default_factory=dict)
     #: Held while one sample waits for an engine.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

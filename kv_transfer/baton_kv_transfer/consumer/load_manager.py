@@ -102,7 +102,7 @@ class LoadManager:
             generation=1 + secrets.randbelow(2**63 - 1),
             lead_peer=lead_peer,
             started=now,
-            # More blocks than slots are read in parts, because a push needs a slot for each block.
+            # A push needs a slot for each block. If there are fewer slots, a pull reads in parts.
             push=self._context.config.mode == "push" and has_fitting_blocks,
             missing=np.zeros(num_blocks, dtype=np.int32),
         )

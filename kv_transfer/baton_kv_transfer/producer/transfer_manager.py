@@ -74,7 +74,8 @@ class TransferManager:
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
         #: Transfers that wait for slots, in the order in which they began to wait.
         self._waiting_for_slots: dict[str, OfferedTransfer] = {}
-        #: No lease ends before this time. Heartbeats leave it unchanged; `expire` updates it.
+        #: No lease ends before this time. A new lease may lower it, and `expire` computes it again.
+        #: Heartbeats leave it unchanged.
         self._next_expiry = math.inf
 
     # From the scheduler
@@ -477,8 +478,8 @@ class TransferManager:
 
         Args:
             transfer: the transfer of the lease.
-            limit_s: the time in seconds for which heartbeats may renew the lease, if that time has
-                passed; None: no heartbeat renewed the lease.
+            limit_s: the longest time in seconds for which heartbeats renew the lease, if the lease
+                ended at this limit. None: no heartbeat has renewed the lease in time.
         """
         self._stats.leases_expired += 1
         logger.warning(

@@ -88,7 +88,7 @@ class _Rollout:
             for ordinal in range(old.resolved.replicas(role)):
                 pod = self._pod(role, template, ordinal)
                 yield msgspec.structs.replace(
-                    pod, serving=True, ready=True, unready_since=None, ready_at=START
+                    pod, started=True, ready=True, unready_since=None, ready_at=START
                 )
 
     def run(self, max_steps: int) -> list[str]:

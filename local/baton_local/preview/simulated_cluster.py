@@ -49,7 +49,7 @@ class Pod(Member, frozen=True, kw_only=True):
         """Time of the pod's next state change; `NEVER` if there is none."""
         if self.gone_at is not None:
             return self.gone_at
-        starts_at = NEVER if self.serving or self.ready_at is None else self.ready_at
+        starts_at = NEVER if self.started or self.ready_at is None else self.ready_at
         return min(starts_at, self.drained_at or NEVER)
 
     @property
@@ -60,7 +60,7 @@ class Pod(Member, frozen=True, kw_only=True):
             return "no room"
         if self.draining:
             return "draining"
-        if not self.serving:
+        if not self.started:
             return "starting"
         return "ready" if self.ready else "standby"
 
@@ -83,7 +83,7 @@ class Cluster:
 
     def topology(self) -> TopologyStatus:
         return self.coordinator.status(
-            pod.name for pod in self.of_role("decode") if pod.serving and pod.expert_group
+            pod.name for pod in self.of_role("decode") if pod.started and pod.expert_group
         )
 
     def next_event_at(self) -> datetime:
@@ -115,8 +115,8 @@ class Cluster:
             if pod.gone_at is not None:
                 del self.pods[pod.name]
                 event = "gone"
-            elif not pod.serving:
-                self._change(pod.name, serving=True)
+            elif not pod.started:
+                self._change(pod.name, started=True)
                 event = "started, stands by" if pod.expert_group else "ready"
             else:
                 self._change(pod.name, unfinished=0, drained_at=None)
@@ -124,7 +124,7 @@ class Cluster:
             changed.setdefault(event, []).append(pod.name)
         if bound := self._bind(now):
             changed["bound to a node"] = bound
-        running = [pod for pod in self.pods.values() if pod.serving and pod.deletion is None]
+        running = [pod for pod in self.pods.values() if pod.started and pod.deletion is None]
         events = [f"{', '.join(found)}: {event}" for event, found in changed.items()]
         events += self.coordinator.advance(now, {pod.name for pod in running if pod.expert_group})
         for pod in list(self.pods.values()):

@@ -242,7 +242,7 @@ def member(pod: Object) -> Member:
         revision=metadata["labels"].get(names.LABEL_REVISION, ""),
         ready=is_ready(pod),
         failed=has_ended(pod),
-        serving=bool(status.get("podIP"))
+        started=bool(status.get("podIP"))
         and any(map(_started, status.get("containerStatuses") or [])),
         draining=annotations.get(names.ANNOTATION_DRAINING) == "true",
         drain_started=parse_time(annotations.get(names.ANNOTATION_DRAIN_STARTED)),

@@ -52,8 +52,8 @@ from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStat
 #: Interval of reconciles while members leave or the topology changes. No watch event reports the
 #: progress of either.
 REVISIT_S = 1.0
-#: Age up to which a new member that has not started delays those that have. All of them then join
-#: in one operation.
+#: New members that have started wait for a new member that has not, until it reaches this age. All
+#: of them then join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
 #: A running rank registers with its coordinator at once. A draining pod that has not registered
 #: after this time is not a member of the topology.
@@ -115,7 +115,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
         )
         if why:
             delete.append(Delete(member.name, why))
-        elif (member.serving or member in last) and member.drain_started is None:
+        elif (member.started or member in last) and member.drain_started is None:
             drain.append(member.name)
         if member.draining or member.name in drain:
             revisits_s.append(POLL_DRAIN_S)
@@ -158,7 +158,7 @@ def _plan_without_view(
         delete = delete + [
             Delete(m.name, "it had not started")
             for m in leaving
-            if m.expert_group and not m.serving
+            if m.expert_group and not m.started
         ]
     return GroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
 
@@ -199,12 +199,12 @@ def _divide(
     num_needed = max(0, size - max_unavailable)
     num_serving = sum(_serves(m, view if group.name else None) for m in current)
     if not group.name:  # ranks leave as the independent engines that replace them become ready
-        serving = [m for m in ranks_of_other_groups if m.serving]
+        serving = [m for m in ranks_of_other_groups if m.started]
         kept = serving[: max(0, num_needed - num_serving)]
     else:
         # The old group leaves only when a pod of the new group has started, so a revision that
         # cannot start replaces no rank.
-        has_started = any(m.serving for m in current)
+        has_started = any(m.started for m in current)
         kept = [] if has_started else ranks_of_other_groups[:num_needed]
     kept += outdated[: max(0, num_needed - num_serving - len(kept))]
     return _Division(current, kept, [m for m in usable if m not in current and m not in kept])
@@ -219,7 +219,7 @@ def _by_membership(members: list[Member], view: TopologyView | None) -> list[Mem
     requested, ranks = (view.desired, view.ranks) if view else (frozenset(), frozenset())
     return sorted(
         members,
-        key=lambda m: (m.name not in requested, m.name not in ranks, not m.serving, m.ordinal),
+        key=lambda m: (m.name not in requested, m.name not in ranks, not m.started, m.ordinal),
     )
 
 
@@ -266,8 +266,8 @@ def _desired_members(
     else:
         candidates = [m for m in staying if expert_group and m.expert_group == expert_group]
     joined = {m.name for m in candidates if m.name in view.desired or view.is_rank(m.name)}
-    started = {m.name for m in candidates if m.serving and m.name not in joined}
-    late = [m for m in candidates if not m.serving and m.name not in joined]
+    started = {m.name for m in candidates if m.started and m.name not in joined}
+    late = [m for m in candidates if not m.started and m.name not in joined]
     if any(m.created is not None and now < m.created + JOIN_TOGETHER for m in late):
         started = set()
     if joined | started:
@@ -315,7 +315,7 @@ def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView
     ranks = [m for m in present if view.is_rank(m.name)]
     if any(m in staying for m in ranks):
         return []
-    if len(ranks) > 1 and any(m.serving for m in ranks):
+    if len(ranks) > 1 and any(m.started for m in ranks):
         return []
     groups = {m.expert_group for m in ranks}
     successors = [m for m in staying if m.expert_group in groups]
@@ -331,19 +331,19 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):
         return False
-    return view.is_standby(member.name) or not view.is_registered(member.name) or not member.serving
+    return view.is_standby(member.name) or not view.is_registered(member.name) or not member.started
 
 
 def _deletion_reason_outside_topology(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
     """Return why a member outside the topology may be deleted now; empty if it must stay."""
-    if not member.serving and member not in last:
+    if not member.started and member not in last:
         return "it had not started"
     if not member.draining:
         return ""
     # A rank that does not run, or has not registered, may be restarting.
-    unsure = member.expert_group and not (member.serving and view.is_registered(member.name))
+    unsure = member.expert_group and not (member.started and view.is_registered(member.name))
     if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""
     return deletion_reason(member, drain_timeout_s, now)

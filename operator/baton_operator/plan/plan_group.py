@@ -53,14 +53,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     ready: bool = False
     failed: bool = False  # phase Failed or Succeeded: the containers will not run again
-    serving: bool = False  # the container has started, so the member may hold requests
+    started: bool = False  # the container runs, so the member may have requests
     draining: bool = False
     drain_started: datetime | None = None
     #: Number of unfinished requests and transfers in the reply to POST /drain. None: no reply.
     unfinished: int | None = None
     deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
-    #: Last time when it was ready, paused or asleep, or else its creation. None: it is ready.
+    #: Since when it has been neither ready, paused nor asleep. None: it is ready.
     unready_since: datetime | None = None
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
     #: Since when the pod has been unschedulable only because other pods use the resources.
@@ -69,7 +69,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def must_drain(self) -> bool:
         """Whether to send `POST /drain` to the member."""
-        return self.draining and self.serving and self.deletion is None
+        return self.draining and self.started and self.deletion is None
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,10 +143,10 @@ class _Group(NamedTuple):
 
     target: DesiredGroup
     present: list[Member]
-    newest: list[Member]  # of the newest revision, neither failed nor leaving
-    outdated: list[Member]  # of another revision, neither failed nor leaving
-    progress_deadline: Timeout  # for members in `newest` that are not ready
-    surge_timeout: Timeout  # for members in `newest` that fit on no node
+    current: list[Member]  # of the newest revision; while paused, of any; not failed or leaving
+    outdated: list[Member]  # of another revision, not failed or leaving
+    progress_deadline: Timeout  # for members in `current` that are not ready
+    surge_timeout: Timeout  # for members in `current` that fit on no node
 
 
 def plan_group(
@@ -165,30 +165,30 @@ def plan_group(
     present = present_members(members, now)
     usable = [m for m in present if m.deletion is None and not m.failed]
     draining = [m for m in usable if m.draining]
-    newest = [
+    current = [
         m for m in usable if not m.draining and (update.paused or m.revision == target.revision)
     ]
-    outdated = [m for m in usable if not m.draining and m not in newest]
+    outdated = [m for m in usable if not m.draining and m not in current]
     progress_deadline = surge_timeout = Timeout()
     # Without a previous revision, the plan is the same before and after the progress deadline.
     if has_previous_revision and not update.paused:
-        times = [(m.unready_since, m.no_room_since) for m in newest]
+        times = [(m.unready_since, m.no_room_since) for m in current]
         progress_deadline = progress_deadline_of(times, update.progress_deadline_s, now)
     if outdated and not progress_deadline.has_passed:
-        surge_timeout = surge_timeout_of(newest, update, now)
-    group = _Group(target, present, newest, outdated, progress_deadline, surge_timeout)
+        surge_timeout = surge_timeout_of(current, update, now)
+    group = _Group(target, present, current, outdated, progress_deadline, surge_timeout)
 
     to_remove = _members_to_remove(group)
     # If another client marked a member, drain_started is missing, and the member is marked again.
     unmarked = [m for m in draining if m.drain_started is None]
-    drain = [m.name for m in [*unmarked, *to_remove] if m.serving]
+    drain = [m.name for m in [*unmarked, *to_remove] if m.started]
     delete, revisits_s = plan_failed(present, now)
     delete += [
         Delete(m.name, why)
         for m in draining
         if (why := deletion_reason(m, target.drain_timeout_s, now))
     ]
-    delete += [Delete(m.name, "it had not started") for m in to_remove if not m.serving]
+    delete += [Delete(m.name, "it had not started") for m in to_remove if not m.started]
     revisits_s += [
         timeout.left_s
         for timeout in (progress_deadline, surge_timeout)
@@ -230,12 +230,12 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
     return list(islice((ordinal for ordinal in count() if ordinal not in in_use), max(0, num)))
 
 
-def surge_timeout_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
+def surge_timeout_of(current: list[Member], update: Update, now: datetime) -> Timeout:
     """Return the state of the surge timeout.
 
     After this timeout an old member makes room for a new member that fits on no node.
     """
-    return _timeout((m.no_room_since for m in newest), update.surge_timeout_s, now)
+    return _timeout((m.no_room_since for m in current), update.surge_timeout_s, now)
 
 
 def progress_deadline_of(
@@ -268,7 +268,7 @@ def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
     """Return why a draining member may be deleted now; empty if it must stay."""
-    if not member.serving:
+    if not member.started:
         return "it is not running"
     if member.unfinished == 0:
         return "it has drained"
@@ -287,7 +287,7 @@ def _members_to_remove(group: _Group) -> list[Member]:
     max_newest = target.size + (update.max_surge if keeps_surge else 0)
     # Unready members are removed first, then old revisions, then the highest ordinals.
     removal_order = sorted(
-        group.newest, key=lambda m: (m.ready, m.revision == target.revision, -m.ordinal)
+        group.current, key=lambda m: (m.ready, m.revision == target.revision, -m.ordinal)
     )
     num_surplus = max(0, len(removal_order) - max_newest)
     # While the rollout stalls, members of the previous revision that start are not replaced.
@@ -299,18 +299,18 @@ def _members_to_remove(group: _Group) -> list[Member]:
 
 
 def _outdated_to_replace(
-    newest: list[Member], outdated: list[Member], min_ready: int
+    current: list[Member], outdated: list[Member], min_ready: int
 ) -> list[Member]:
     """Return the outdated members that can be replaced now, those that are not ready first.
 
     The number of ready members does not fall below `min_ready` because of a replacement.
     """
-    num_ready = sum(m.ready for m in [*newest, *outdated])
-    if not num_ready and not newest:
+    num_ready = sum(m.ready for m in [*current, *outdated])
+    if not num_ready and not current:
         return outdated  # no member serves, so no capacity can be lost
-    # A new member that is not ready may never become ready. So an outdated member stays for each
-    # such new member, even if the outdated member is not ready either.
-    num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in newest))
+    # A new member that is not ready may never become ready, so it replaces no outdated member yet,
+    # even if that one is not ready either.
+    num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in current))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]
     num_spare = min(num_replaceable - len(unready), num_ready - min_ready)
@@ -334,7 +334,7 @@ def _num_to_create(group: _Group, *, use_previous: bool) -> int:
     )
     is_deleted_by_others = any(m.deletion is not None and not m.draining for m in group.present)
     max_surge = target.update.max_surge if is_rollout or is_deleted_by_others else 0
-    in_place = group.newest
+    in_place = group.current
     if use_previous:
-        in_place = [m for m in group.newest if m.ready or paused] + group.outdated
+        in_place = [m for m in group.current if m.ready or paused] + group.outdated
     return min(target.size - len(in_place), target.size + max_surge - len(group.present))

@@ -183,7 +183,7 @@ def filter_by_service_key(
 
     Args:
         pods: the service's pods.
-        key_name: id of the service's key, see `builders/service_key_secret.py`.
+        key_name: name of the service's key, see `builders/service_key_secret.py`.
     """
     if recorded is None:
         return None

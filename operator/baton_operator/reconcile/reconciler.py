@@ -136,8 +136,8 @@ class Reconciler:
             StaleReadError: a step needs consistent reads.
             Exception: a step failed, and the steps after it were not taken.
         """
-        # 2. Drain marked members. If the topology, which step 1 read, lists a member as STANDBY,
-        # the member has already left the generation. Its requests are counted after that.
+        # 2. Drain marked members, and count their requests. This is after step 1 has read the
+        # topology: a member that is STANDBY there gets no more requests, so its count only falls.
         state.observed = await drain_members(self._drainer, state.observed)
         # 3. Find members that are paused or asleep. They do not stall a rollout.
         state.observed = await self._probes.find_suspended(state.observed, state.now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 
 import msgspec
@@ -215,7 +215,7 @@ def group_verdict(group: ReportedGroup) -> Verdict:
         if group.route is not None:
             return Verdict("False", group.route.reason, f"{group.route.message}; {counts}")
         return Verdict("True", Settled.PODS_READY, counts)
-    obstacle = next(_obstacles(group), None)
+    obstacle = next((found for policy in _POLICIES if (found := policy(group))), None)
     if obstacle is None:
         return Verdict("False", Progress.STARTING, counts)
     return Verdict("False", obstacle.reason, f"{obstacle.message}; {counts}")
@@ -249,32 +249,66 @@ def _verdict_without_pods(group: ReportedGroup) -> Verdict:
     return Verdict("False", Progress.SCALED_TO_ZERO, f"{group.role} is scaled to zero; {hint}")
 
 
-def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
-    """Yield a diagnosis of each obstacle that keeps the group from serving, most specific first."""
-    current = group.current
+def _failing(group: ReportedGroup) -> Diagnosis | None:
     # A failed member is included, because it may show why its replacement fails. Failed gateway
     # pods are left out, because they remain after their replacement is ready.
     judged = (
-        current if group.role == "gateway" else [pod for pod in group.pods if not is_leaving(pod)]
+        group.current
+        if group.role == "gateway"
+        else [pod for pod in group.pods if not is_leaving(pod)]
     )
-    if found := diagnose([*judged, *group.coordinators], group.missing):
-        yield Diagnosis(found.reason, f"{found.message}{retry_text(current, group.loading)}")
-    if group.refusal is not None:
-        yield Diagnosis(group.refusal.reason, group.refusal.message)
-    if group.topology is not None:
-        scaling = topology_verdict(group.topology, group.desired)
-        # Without ranks the coordinator is still starting.
-        is_lost = scaling.reason == Failure.COORDINATOR_UNREACHABLE and group.topology.has_ranks
-        if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
-            yield Diagnosis(scaling.reason, scaling.message)
-    if suspended := diagnose_suspended(current, group.suspended):
-        yield suspended
-    if going := [pod for pod in group.pods if pod not in current]:
-        yield Diagnosis(Progress.DRAINING, f"waiting for {pods_text(going)} to end")
+    found = diagnose([*judged, *group.coordinators], group.missing)
+    if found is None:
+        return None
+    return Diagnosis(found.reason, f"{found.message}{retry_text(group.current, group.loading)}")
+
+
+def _refused(group: ReportedGroup) -> Diagnosis | None:
+    return None if group.refusal is None else Diagnosis(group.refusal.reason, group.refusal.message)
+
+
+def _changing_topology(group: ReportedGroup) -> Diagnosis | None:
+    if group.topology is None:
+        return None
+    scaling = topology_verdict(group.topology, group.desired)
+    # Without ranks the coordinator is still starting.
+    is_lost = scaling.reason == Failure.COORDINATOR_UNREACHABLE and group.topology.has_ranks
+    if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
+        return Diagnosis(scaling.reason, scaling.message)
+    return None
+
+
+def _suspended(group: ReportedGroup) -> Diagnosis | None:
+    return diagnose_suspended(group.current, group.suspended)
+
+
+def _draining(group: ReportedGroup) -> Diagnosis | None:
+    current = group.current
+    if leaving := [pod for pod in group.pods if pod not in current]:
+        return Diagnosis(Progress.DRAINING, f"waiting for {pods_text(leaving)} to end")
+    return None
+
+
+def _outdated(group: ReportedGroup) -> Diagnosis | None:
     if group.outdated:
-        yield Diagnosis(Progress.PROGRESSING, "pods of an earlier revision are being replaced")
-    if under_way := diagnose_loading(current, group.loading):
-        yield under_way
+        return Diagnosis(Progress.PROGRESSING, "pods of an earlier revision are being replaced")
+    return None
+
+
+def _loading(group: ReportedGroup) -> Diagnosis | None:
+    return diagnose_loading(group.current, group.loading)
+
+
+#: What may keep a group from serving, the most specific first. The condition reports the first.
+_POLICIES: tuple[Callable[[ReportedGroup], Diagnosis | None], ...] = (
+    _failing,
+    _refused,
+    _changing_topology,
+    _suspended,
+    _draining,
+    _outdated,
+    _loading,
+)
 
 
 def prefill_verdict(

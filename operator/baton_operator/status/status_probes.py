@@ -135,7 +135,7 @@ class StatusProbes:
 
         All these members are probed, because the planner needs every reply.
         """
-        started = [pod for pod in pods if _is_unready_member(pod) and member(pod).serving]
+        started = [pod for pod in pods if _is_unready_member(pod) and member(pod).started]
         return await self._replies(started, "/ready")
 
     async def _replies(self, pods: list[Object], path: str) -> dict[str, Health]:

@@ -55,7 +55,7 @@ class Nodes:
                 self._bind(name)
             elif observed.no_room_since is None:
                 self._no_room(name, now)
-        elif not observed.serving:
+        elif not observed.started:
             self._run(name, next(self._addresses), ready=False)
         elif not observed.ready and BROKEN not in pod["spec"]["containers"][0]["env"]:
             self._run(name, pod["status"]["podIP"], ready=True)

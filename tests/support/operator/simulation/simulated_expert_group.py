@@ -178,7 +178,7 @@ class Simulation:
             revision=pod.revision,
             ready=pod.running and (self.ranks.get(pod.name) == pod.instance or not pod.group),
             failed=pod.failed,
-            serving=pod.running,
+            started=pod.running,
             draining=pod.drain_started is not None,
             drain_started=pod.drain_started,
             unfinished=pod.unfinished if asked else None,

@@ -304,7 +304,7 @@ class Service:
         started = {
             pod["metadata"]["name"]: pod
             for pod in self.pods()
-            if is_rank(pod) and member(pod).serving
+            if is_rank(pod) and member(pod).started
         }
         return {
             name: pod["metadata"]["uid"]

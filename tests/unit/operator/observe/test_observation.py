@@ -27,7 +27,7 @@ def test_a_member_is_read_from_its_pod() -> None:
     seen = member(observed)
     assert (seen.name, seen.ordinal, seen.revision) == ("demo-decode-12", 12, "new")
     assert seen.ready
-    assert seen.serving
+    assert seen.started
     assert not seen.draining
 
 
@@ -48,7 +48,7 @@ def test_a_terminating_pod_is_not_ready() -> None:
 
 
 @pytest.mark.parametrize(
-    ("container", "serving"),
+    ("container", "started"),
     [
         ({"started": True}, True),
         ({"started": False}, False),
@@ -57,8 +57,8 @@ def test_a_terminating_pod_is_not_ready() -> None:
         ({"name": "sidecar", "started": True}, False),
     ],
 )
-def test_only_a_started_engine_can_hold_requests(container: Object, serving: bool) -> None:
-    assert member(running(**container)).serving is serving
+def test_only_a_started_engine_can_hold_requests(container: Object, started: bool) -> None:
+    assert member(running(**container)).started is started
 
 
 def test_only_the_controller_reference_makes_a_member() -> None:

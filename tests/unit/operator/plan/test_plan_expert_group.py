@@ -36,7 +36,7 @@ def member(ordinal: int, **fields: Any) -> Member:
     started = {
         "revision": "new",
         "ready": True,
-        "serving": True,
+        "started": True,
         "expert_group": "g",
         "created": NOW - 2 * JOIN_TOGETHER,
     }
@@ -83,7 +83,7 @@ def plan(
     return plan_expert_group(members, group, NOW)
 
 
-DOWN = {"ready": False, "serving": False}
+DOWN = {"ready": False, "started": False}
 FRESH = {**DOWN, "created": NOW - timedelta(seconds=2)}
 OLD = {"revision": "old"}
 OTHER = {"revision": "old", "expert_group": "h"}

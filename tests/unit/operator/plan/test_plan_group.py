@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 def member(ordinal: int, **fields: Any) -> Member:
     """Return a ready member of the newest revision, with these fields changed."""
-    ready = {"revision": "new", "ready": True, "serving": True}
+    ready = {"revision": "new", "ready": True, "started": True}
     return Member(name=f"m-{ordinal}", ordinal=ordinal, **{**ready, **fields})
 
 
@@ -59,7 +59,7 @@ def deleted(result: GroupPlan) -> list[str]:
 
 EXPIRED = NOW - timedelta(seconds=TIMEOUT_S)
 OLD = {"revision": "old"}
-DOWN = {"ready": False, "serving": False}
+DOWN = {"ready": False, "started": False}
 DRAINS = {"draining": True, "drain_started": NOW}
 
 DECISIONS: dict[str, tuple[list[Member], int, dict[str, Any]]] = {
@@ -357,7 +357,7 @@ def test_a_restored_member_is_not_replaced_while_it_starts() -> None:
     stalled = member(0, ready=False, unready_since=NOW - timedelta(hours=1))
     update = Update(max_surge=1, max_unavailable=1)
     assert plan([stalled], 1, update, has_previous_revision=True).restore == [1]
-    starting = member(1, ready=False, serving=False, **OLD)
+    starting = member(1, ready=False, started=False, **OLD)
     result = plan([stalled, starting], 1, update, has_previous_revision=True)
     assert (result.restore, result.create, deleted(result), result.drain) == ([], [], [], [])
 
@@ -430,7 +430,7 @@ class Simulation:
             timed_out = gone.drain_started and self.now >= gone.drain_started + timedelta(
                 seconds=TIMEOUT_S
             )
-            assert gone.failed or not gone.serving or gone.unfinished == 0 or timed_out, (
+            assert gone.failed or not gone.started or gone.unfinished == 0 or timed_out, (
                 f"{name} was not drained"
             )
         leaving = {*result.drain, *deleted(result)}
@@ -464,9 +464,9 @@ class Simulation:
             elif m.draining and m.unfinished:
                 self._set(m.name, unfinished=m.unfinished - 1)
             elif not m.ready and not m.failed and not m.draining:
-                since = None if m.serving else m.unready_since
+                since = None if m.started else m.unready_since
                 self._set(
-                    m.name, serving=True, ready=m.serving, unready_since=since, no_room_since=None
+                    m.name, started=True, ready=m.started, unready_since=since, no_room_since=None
                 )
 
     def settle(self) -> None:
@@ -477,7 +477,7 @@ class Simulation:
             elif m.draining:
                 self._set(m.name, unfinished=0)
             elif not m.failed:
-                self._set(m.name, serving=True, ready=True, unready_since=None, no_room_since=None)
+                self._set(m.name, started=True, ready=True, unready_since=None, no_room_since=None)
 
     def _set(self, name: str, **fields: Any) -> None:
         self.members[name] = msgspec.structs.replace(self.members[name], **fields)
@@ -490,7 +490,7 @@ def any_member(draw: Any, ordinal: int) -> Member:
     return member(
         ordinal,
         revision=draw(st.sampled_from(["old", "new"])),
-        serving=serving,
+        started=serving,
         ready=serving and draw(st.booleans()),
         failed=not serving and draw(st.booleans()),
         draining=draining,

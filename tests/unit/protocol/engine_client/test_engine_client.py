@@ -227,22 +227,22 @@ async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router
 
 async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router) -> None:
     calls: list[int] = []
-    client = await connected(router, on_available=lambda: calls.append(client.readiness))
+    client = await connected(router, on_available=lambda: calls.append(client.ready_epoch))
     await router.send(EngineCoreResponseType.READY, Ready(4096))
     await router.send(EngineCoreResponseType.PONG, Pong(1, paused=True))
     await until(lambda: client.status is not None, "the PONG")
     assert client.ready is not None
     assert not client.accepts_requests
-    before = client.readiness
+    before = client.ready_epoch
     await router.send(EngineCoreResponseType.PONG, Pong(2))
     await until(lambda: client.accepts_requests, "the engine to accept requests")
-    assert before < client.readiness == calls[-1]
+    assert before < client.ready_epoch == calls[-1]
     await client.close()
 
 
-async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(router) -> None:
+async def test_each_ready_message_and_each_end_of_draining_raises_the_ready_epoch(router) -> None:
     calls: list[int] = []
-    client = await connected(router, on_available=lambda: calls.append(client.readiness))
+    client = await connected(router, on_available=lambda: calls.append(client.ready_epoch))
     await router.send(EngineCoreResponseType.READY, Ready(4096, 1, 4))
     await client.wait_ready(DEADLINE_S)
     await router.send(EngineCoreResponseType.PONG, Pong(1, draining=True))

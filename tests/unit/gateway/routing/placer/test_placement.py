@@ -26,7 +26,7 @@ from baton_protocol.sampling_params import SamplingParams
 QUEUE_WAIT_S, RESUME_WAIT_S = 7.0, 11.0
 THRESHOLD_TOKENS = 4
 
-readiness_numbers = itertools.count(1)
+ready_epochs = itertools.count(1)
 
 
 @dataclass
@@ -35,7 +35,7 @@ class StubClient:
 
     init: Init
     ready: Ready
-    readiness: int
+    ready_epoch: int
     num_requests: int
     status: Pong | None = None
     accepts_requests: bool = True
@@ -60,7 +60,7 @@ def connected(
     client = StubClient(
         Init(PROTOCOL_VERSION, name, compatibility_hash, kv_transport=kv_transport),
         Ready(256, rank),
-        next(readiness_numbers),
+        next(ready_epochs),
         num_requests,
     )
     member.client = cast(EngineClient, client)
@@ -170,7 +170,7 @@ def test_an_engine_is_accepted_if_it_satisfies_each_condition(
     conditions: dict[str, Any], is_accepted: bool
 ) -> None:
     engine = connected("d", compatibility_hash="h", kv_transport="ucx", rank=1)
-    engine.ready_client.readiness = 3
+    engine.ready_client.ready_epoch = 3
     assert Requirements(**conditions).accept(engine) is is_accepted
 
 
@@ -190,7 +190,7 @@ async def test_an_engine_that_failed_is_chosen_again_only_after_it_was_ready_aga
     pool.members = [failed, busy]
     state = failed_on(failed, ErrorCode.INTERNAL)
     assert (await placer.place(state))[0].member is busy
-    failed.ready_client.readiness = next(readiness_numbers)
+    failed.ready_client.ready_epoch = next(ready_epochs)
     assert (await placer.place(state))[0].member is failed
 
 

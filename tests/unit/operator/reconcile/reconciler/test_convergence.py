@@ -27,7 +27,7 @@ def test_simulated_pods_cover_all_member_states() -> None:
             service.reconcile()
             service.world(lambda: True, 1.0)
             members = [member(pod) for pod in service.pods()]
-            seen |= {(m.no_room_since is not None, m.serving, m.ready) for m in members}
+            seen |= {(m.no_room_since is not None, m.started, m.ready) for m in members}
         assert seen == {
             (False, False, False),
             (True, False, False),
