@@ -60,13 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton", description="LLM serving on Kubernetes, and on this one machine."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_serve(commands)
-    _add_up(commands)
-    _add_plan(commands)
-    _add_status(commands)
-    _add_logs(commands)
-    _add_down(commands)
-    _add_checkpoint(commands)
+    adders = (_add_serve, _add_up, _add_plan, _add_status, _add_logs, _add_down, _add_checkpoint)
+    for add in adders:
+        add(commands)
     return parser
 
 
@@ -368,8 +364,7 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
 
 
 def _add_down(commands: _Commands) -> None:
-    down = commands.add_parser("down", help="end the local cluster")
-    down.set_defaults(run=_run_down)
+    commands.add_parser("down", help="end the local cluster").set_defaults(run=_run_down)
 
 
 def _run_down(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from pocketkube.private_files import check_private_folder, create_private_folder
+from pocketkube.private_files import check_private_folder, create_private_folder, write_private
 
 #: Time to wait for the lock. `StateDir.supervisor` may hold it for a moment.
 PROBE_S = 0.5
@@ -94,10 +94,11 @@ class StateDir:
         self._info_path.unlink(missing_ok=True)
 
     def supervisor(self) -> int | None:
-        """Return the pid of the supervisor: the `baton up` that uses this folder.
+        """Return the pid of the `baton up` that uses this folder; None if there is none.
 
-        None: no `baton up` uses this folder. The folder must not be under the control of another
-        user, who could name any process and any kubeconfig.
+        Raises:
+            StateDirError: another user controls the folder, and could name any process and any
+                kubeconfig.
         """
         with self._usable():
             try:
@@ -116,9 +117,7 @@ class StateDir:
 
     def write_info(self, info: ClusterInfo) -> None:
         """Replace the description of the running cluster with `info`."""
-        temporary = self._info_path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(info))
-        temporary.rename(self._info_path)
+        write_private(self._info_path, msgspec.json.encode(info))
 
     def read_info(self) -> ClusterInfo | None:
         """Return the description of the running cluster; None if there is none yet."""

@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Collection
 from pathlib import Path
 
+from pocketkube.private_files import write_private
+
 logger = logging.getLogger(__name__)
 
 _UNPRIVILEGED_PORTS = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
@@ -93,9 +95,7 @@ class LoopbackAddresses:
 
     def _save(self) -> None:
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._ledger.with_suffix(".new")
-        temporary.write_text(json.dumps(sorted(self._added)))
-        os.replace(temporary, self._ledger)
+        write_private(self._ledger, json.dumps(sorted(self._added)).encode())
 
 
 def _ip(verb: str, address: str) -> str:

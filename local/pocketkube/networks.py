@@ -6,9 +6,10 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-#: Control plane -> range of the addresses of pods, and of Services, that its clusters share. A real
+#: Control plane -> range of the addresses of pods. Each cluster claims a part of the range. A real
 #: API server refuses addresses of 127/8 in Endpoints.
 POD_RANGES = {"embedded": "127.77.0.0/16", "real": "198.18.0.0/16"}
+#: Control plane -> range of the addresses of Services, of which each cluster claims a part.
 SERVICE_RANGES = {"embedded": "127.96.0.0/16", "real": "198.19.0.0/16"}
 _PREFIX = 20
 CLUSTERS = 2 ** (_PREFIX - 16)

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 import aiohttp
 from aiohttp import web
 
-#: Interval of messages that find out whether the client is still connected.
+#: Interval of the pongs that detect a disconnected client.
 HEARTBEAT_S = 1.0
-#: Maximum wait for the answer to a close message. A client whose output is paused, for example by a
-#: pager, reads it late, and aiohttp's 10 s would cut the output off.
+#: Maximum wait for the client's answer to a close message. A client whose output is paused, for
+#: example by a pager, answers late. aiohttp's default of 10 s would truncate the output.
 CLOSE_S = 3600.0
 
 
@@ -66,11 +66,11 @@ async def run_until_closed(
 
 
 async def _heartbeat(socket: web.WebSocketResponse) -> None:
-    """Send messages without content until the client has disconnected.
+    """Send pongs without content until the client has disconnected.
 
-    A server that does not read at the moment, because it cannot pass on what it has read, notices a
-    disconnected client only when it sends. The messages are pongs, which need no answer (RFC 6455,
-    section 5.5.3). kubectl would answer a ping only after the write in which it waits for us.
+    A server reads nothing while it cannot forward the previous message. Such a server detects a
+    disconnected client only when it sends. A pong needs no answer (RFC 6455, section 5.5.3).
+    kubectl answers a ping only after its current write, which may wait until the server reads.
     """
     while True:
         await asyncio.sleep(HEARTBEAT_S)

@@ -76,22 +76,16 @@ def run_serve(model: str, flags: list[str]) -> int:
         parser.error(str(error))
     except ConfigurationError as error:
         return report_fatal(error.reason, error.message)
-    try:
-        options.port = _free_port(options.host, options.port)
-    except OSError as error:
-        print_message(
-            f"cannot listen on {options.host}:{options.port}: "
-            f"{error.strerror}; see --host and --port"
-        )
-        return 1
-    try:
-        options.metrics_port = _free_port(LOOPBACK, options.metrics_port)
-    except OSError as error:
-        print_message(
-            f"cannot listen on {LOOPBACK}:{options.metrics_port}: "
-            f"{error.strerror}; see --metrics-port"
-        )
-        return 1
+    for name, host, see in (
+        ("port", options.host, "--host and --port"),
+        ("metrics_port", LOOPBACK, "--metrics-port"),
+    ):
+        port = getattr(options, name)
+        try:
+            setattr(options, name, _free_port(host, port))
+        except OSError as error:
+            print_message(f"cannot listen on {host}:{port}: {error.strerror}; see {see}")
+            return 1
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
         server = _Server(cached or model, options, engine_flags, Path(folder))
         return asyncio.run(server.run())

@@ -389,7 +389,7 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
 
 
 def _printable(text: str) -> str:
-    """Return `text` of a model without what a terminal would run as a command."""
+    """Return a model's `text` without the control characters that a terminal interprets."""
     return _CONTROL.sub("", text)
 
 

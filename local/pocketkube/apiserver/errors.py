@@ -55,34 +55,27 @@ def duplicate(field: str, value: object) -> FieldError:
 
 
 def _show(value: object) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return f'"{value}"'
-        case None:
-            return '"null"'
-        case dict() | list():
-            return f'"{type_name(value)}"'
-    return str(value)
+    """Format a value as in the messages of kube-apiserver."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if value is None or isinstance(value, (dict, list)):
+        return f'"{type_name(value)}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_TYPE_NAMES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 
 
 def type_name(value: object) -> str:
     """Return the JSON Schema type of a decoded value."""
-    match value:
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case dict():
-            return "object"
-    return "null"
+    return _TYPE_NAMES.get(type(value), "null")
 
 
 class ApiError(Exception):

@@ -117,14 +117,28 @@ _METRICS = "metrics.k8s.io"
 _MEASURED = "get and list only; the kubelet measures for one second"
 # Not stored: kubelets measure the usage of their node and its pods.
 NODE_METRICS = Resource(
-    _METRICS, "v1beta1", "NodeMetrics", "nodes", False, verbs=("get", "list"), note=_MEASURED
+    _METRICS,
+    "v1beta1",
+    "NodeMetrics",
+    "nodes",
+    namespaced=False,
+    verbs=("get", "list"),
+    note=_MEASURED,
 )
 POD_METRICS = Resource(
     _METRICS, "v1beta1", "PodMetrics", "pods", verbs=("get", "list"), note=_MEASURED
 )
 
 BUILTIN: tuple[Resource, ...] = (
-    Resource("", "v1", "Namespace", "namespaces", False, ("ns",), subresources=(STATUS,)),
+    Resource(
+        "",
+        "v1",
+        "Namespace",
+        "namespaces",
+        namespaced=False,
+        short_names=("ns",),
+        subresources=(STATUS,),
+    ),
     Resource(
         "",
         "v1",
@@ -167,16 +181,17 @@ BUILTIN: tuple[Resource, ...] = (
     Resource(
         "", "v1", "Event", "events", short_names=("ev",), storage="events", note="kept for one hour"
     ),
-    Resource("", "v1", "Node", "nodes", False, ("no",), subresources=(STATUS,)),
+    Resource(
+        "", "v1", "Node", "nodes", namespaced=False, short_names=("no",), subresources=(STATUS,)
+    ),
     Resource("events.k8s.io", "v1", "Event", "events", short_names=("ev",), storage="events"),
     Resource(
         "apps",
         "v1",
         "Deployment",
         "deployments",
-        True,
-        ("deploy",),
-        ("all",),
+        short_names=("deploy",),
+        categories=("all",),
         subresources=(STATUS, SCALE),
     ),
     Resource(
@@ -184,22 +199,25 @@ BUILTIN: tuple[Resource, ...] = (
         "v1",
         "ReplicaSet",
         "replicasets",
-        True,
-        ("rs",),
-        ("all",),
+        short_names=("rs",),
+        categories=("all",),
         subresources=(STATUS, SCALE),
     ),
     Resource("apps", "v1", "ControllerRevision", "controllerrevisions"),
     Resource(
-        "networking.k8s.io", "v1", "Ingress", "ingresses", True, ("ing",), subresources=(STATUS,)
+        "networking.k8s.io",
+        "v1",
+        "Ingress",
+        "ingresses",
+        short_names=("ing",),
+        subresources=(STATUS,),
     ),
     Resource(
         "networking.k8s.io",
         "v1",
         "NetworkPolicy",
         "networkpolicies",
-        True,
-        ("netpol",),
+        short_names=("netpol",),
         note="stored, not enforced",
     ),
     Resource(
@@ -207,8 +225,7 @@ BUILTIN: tuple[Resource, ...] = (
         "v1",
         "PodDisruptionBudget",
         "poddisruptionbudgets",
-        True,
-        ("pdb",),
+        short_names=("pdb",),
         subresources=(STATUS,),
         note="stored, not enforced: there is no eviction",
     ),
@@ -218,16 +235,18 @@ BUILTIN: tuple[Resource, ...] = (
         "v1",
         "CustomResourceDefinition",
         "customresourcedefinitions",
-        False,
-        ("crd", "crds"),
-        ("api-extensions",),
+        namespaced=False,
+        short_names=("crd", "crds"),
+        categories=("api-extensions",),
         subresources=(STATUS,),
         note="no conversion webhooks",
     ),
     Resource(_RBAC, "v1", "Role", "roles", note=_UNENFORCED),
     Resource(_RBAC, "v1", "RoleBinding", "rolebindings", note=_UNENFORCED),
-    Resource(_RBAC, "v1", "ClusterRole", "clusterroles", False, note=_UNENFORCED),
-    Resource(_RBAC, "v1", "ClusterRoleBinding", "clusterrolebindings", False, note=_UNENFORCED),
+    Resource(_RBAC, "v1", "ClusterRole", "clusterroles", namespaced=False, note=_UNENFORCED),
+    Resource(
+        _RBAC, "v1", "ClusterRoleBinding", "clusterrolebindings", namespaced=False, note=_UNENFORCED
+    ),
     NODE_METRICS,
     POD_METRICS,
 )

@@ -45,11 +45,12 @@ class ContainerLog:
             data: the bytes that were read.
         """
         *lines, rest = (self._partial.get(stream, b"") + data).split(b"\n")
-        out = [record for line in lines for record in _records(stream, line)]
-        while len(rest) > MAX_LINE:
-            out.append(_record(stream, b"P", rest[:MAX_LINE]))
-            rest = rest[MAX_LINE:]
-        self._partial[stream] = rest
+        out = []
+        for line in lines:
+            *parts, last = _parts(line)
+            out += [*(_record(stream, b"P", part) for part in parts), _record(stream, b"F", last)]
+        *parts, self._partial[stream] = _parts(rest)
+        out += [_record(stream, b"P", part) for part in parts]
         if out:
             self._write(b"".join(out))
 
@@ -174,11 +175,9 @@ async def _entries(
         current.close()
 
 
-def _records(stream: str, line: bytes) -> Iterator[bytes]:
-    while len(line) > MAX_LINE:
-        yield _record(stream, b"P", line[:MAX_LINE])
-        line = line[MAX_LINE:]
-    yield _record(stream, b"F", line)
+def _parts(line: bytes) -> list[bytes]:
+    """Cut a line into parts of at most MAX_LINE bytes, at least one."""
+    return [line[start : start + MAX_LINE] for start in range(0, len(line) or 1, MAX_LINE)]
 
 
 def _record(stream: str, flag: bytes, content: bytes) -> bytes:

@@ -159,7 +159,6 @@ class ContainerRunner:
         self._process = process
         self.state.container_id = RUNTIME + instance
         self.state.state = Running(started_at)
-        self.state.started = self.state.ready = False
         self._context.changed()
         self._event(
             "Started", f"Started container {self.container['name']} (process {process.pid})"

@@ -99,10 +99,10 @@ class ExecProcess:
         return list(self._outputs)
 
     async def read(self, output: str) -> AsyncIterator[bytes]:
-        """Yield the bytes of an output until its end, or until `_DRAIN_S` after the command's end.
+        """Yield the bytes of an output until its end.
 
-        Children of the command may continue to write. What the command itself has written is then
-        within the next `_PIPE_BYTES`, because nothing is read before the caller takes it.
+        From `_DRAIN_S` after the end of the command, yield at most `_PIPE_BYTES` more. A pipe holds
+        no more of the command's own output, and the children of the command may write forever.
         """
         fd, left = self._outputs[output].fileno(), _PIPE_BYTES
         while left > 0 and (data := await self._read(fd)):

@@ -221,20 +221,17 @@ class PodVolumes:
 
     async def _payload(self, volume: Object) -> Payload | None:
         """Return the files of a volume made from API objects; None for any other volume."""
-        if source := volume.get("configMap"):
-            return await self._keys("ConfigMap", source["name"], source)
-        if source := volume.get("secret"):
-            return await self._keys("Secret", source["secretName"], source)
-        if "downwardAPI" in volume:
-            return self._downward(volume["downwardAPI"])
-        if "projected" not in volume:
+        if not any(kind in volume for kind in _PAYLOAD_KINDS):
             return None
+        projected = volume.get("projected")
         files: Payload = {}
-        for source in volume["projected"].get("sources") or []:
+        for source in [volume] if projected is None else projected.get("sources") or []:
             if reference := source.get("configMap"):
                 files |= await self._keys("ConfigMap", reference["name"], reference)
             elif reference := source.get("secret"):
-                files |= await self._keys("Secret", reference["name"], reference)
+                # The field is `secretName` in a volume, and `name` in a projected source.
+                name = reference.get("secretName") or reference["name"]
+                files |= await self._keys("Secret", name, reference)
             elif "downwardAPI" in source:
                 files |= self._downward(source["downwardAPI"])
             elif reference := source.get("serviceAccountToken"):

@@ -313,10 +313,6 @@ def _create_tokens(path: Path) -> dict[str, str]:
     return tokens
 
 
-def _end(number: int, frame: object) -> None:
-    sys.exit(0)
-
-
 def main() -> None:
     """Parse the command line, and run a control plane until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m pocketkube.control_plane.real")
@@ -337,7 +333,7 @@ def main() -> None:
     if assets is None:
         sys.exit(missing_assets())
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+        signal.signal(number, lambda *_: sys.exit(0))
     plane = RealControlPlane(
         assets, arguments.state_dir, arguments.service_network, arguments.audit_log
     )

@@ -171,29 +171,26 @@ def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[
     Unavailable pods are removed first. Available pods are removed only while at least
     `replicas - maxUnavailable` pods stay available.
     """
-    sizes = {_name(rs): desired_replicas(rs) for rs in old if desired_replicas(rs) > 0}
     _, max_unavailable = rolling_limits(deployment)
     minimum = desired_replicas(deployment) - max_unavailable
-    spare = (
-        sum(sizes.values())
-        + desired_replicas(new)
-        - minimum
-        - (desired_replicas(new) - _available(new))
-    )
-    before = dict(sizes)
-    by_age = sorted((rs for rs in old if _name(rs) in sizes), key=_revision)
-    for rs in by_age:  # unavailable pods first
-        idle = min(max(sizes[_name(rs)] - _available(rs), 0), max(spare, 0))
-        sizes[_name(rs)] -= idle
-        spare -= idle
-    surplus = (
-        sum(min(_available(rs), sizes[_name(rs)]) for rs in by_age) + _available(new) - minimum
-    )
+    by_age = sorted((rs for rs in old if desired_replicas(rs) > 0), key=_revision)
+    sizes = {_name(rs): desired_replicas(rs) for rs in by_age}
+    # Remove unavailable pods, while `minimum` pods stay: all old ones and the available new ones.
+    spare = max(sum(sizes.values()) + _available(new) - minimum, 0)
     for rs in by_age:
-        step = min(sizes[_name(rs)], max(surplus, 0))
+        step = min(max(sizes[_name(rs)] - _available(rs), 0), spare)
         sizes[_name(rs)] -= step
-        surplus -= step
-    return {name: size for name, size in sizes.items() if size != before[name]}
+        spare -= step
+    # Then remove other pods, while `minimum` available pods stay.
+    available = sum(min(_available(rs), sizes[_name(rs)]) for rs in by_age) + _available(new)
+    spare = max(available - minimum, 0)
+    for rs in by_age:
+        step = min(sizes[_name(rs)], spare)
+        sizes[_name(rs)] -= step
+        spare -= step
+    return {
+        _name(rs): sizes[_name(rs)] for rs in by_age if sizes[_name(rs)] != desired_replicas(rs)
+    }
 
 
 def _resolve(value: int | str, total: int, *, up: bool) -> int:

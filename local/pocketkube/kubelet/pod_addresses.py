@@ -56,7 +56,10 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Return `address` to the pool. All processes that used the address must have ended."""
+        """Return `address` to the pool, unless it is free or empty.
+
+        All processes that used the address must have ended.
+        """
         if address in self._used:
             self._used.discard(address)
             self._loopback.remove(address)

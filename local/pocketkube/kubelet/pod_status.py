@@ -80,38 +80,33 @@ def inherited_state(previous: Object, restart_policy: str, *, init: bool = False
     Args:
         previous: the container's status in the API; empty for a new container.
     """
+    states, before = previous.get("state") or {}, (previous.get("lastState") or {})
     result = ContainerState(
         Waiting("PodInitializing" if init else "ContainerCreating"),
+        last=_read_terminated(before["terminated"]) if before.get("terminated") else None,
         restart_count=int(previous.get("restartCount", 0)),
         container_id=previous.get("containerID", ""),
     )
-    states = previous.get("state") or {}
+    is_final = restart_policy == "Never"
     if ended := states.get("terminated"):
-        result.last = _read_terminated(ended)
-        final = restart_policy == "Never" or (
-            ended["exitCode"] == 0 and (init or restart_policy == "OnFailure")
-        )
-        if final:
-            result.state = result.last
-            result.last = _read_last(previous)
+        end = _read_terminated(ended)
+        has_succeeded = end.exit_code == 0
+        is_final |= has_succeeded and (init or restart_policy == "OnFailure")
     elif running := states.get("running"):
-        result.last = Terminated(
+        end = Terminated(
             137,
             "ContainerStatusUnknown",
             "the container ended together with the kubelet that ran it",
             started_at=parse_time(running.get("startedAt")),
             container_id=result.container_id,
         )
-        if restart_policy == "Never":
-            result.state, result.last = result.last, _read_last(previous)
     else:
-        result.last = _read_last(previous)
+        return result
+    if is_final:
+        result.state = end
+    else:
+        result.last = end
     return result
-
-
-def _read_last(previous: Object) -> Terminated | None:
-    ended = (previous.get("lastState") or {}).get("terminated")
-    return _read_terminated(ended) if ended else None
 
 
 def _read_terminated(ended: Object) -> Terminated:

@@ -94,12 +94,9 @@ class PodWorker:
         return str(self.pod["metadata"]["uid"])
 
     @property
-    def _name(self) -> str:
-        return str(self.pod["metadata"]["name"])
-
-    @property
     def _path(self) -> str:
-        return f"/api/v1/namespaces/{self.pod['metadata']['namespace']}/pods/{self._name}"
+        metadata = self.pod["metadata"]
+        return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
     def update(self, pod: Object) -> None:
         """Apply a newer version of the pod object."""
@@ -112,8 +109,7 @@ class PodWorker:
     def forget(self) -> None:
         """Stop the pod's processes. Write no status, because the pod object no longer exists."""
         self._gone = True
-        self._shorten(MIN_GRACE_S)
-        self._terminating.set()
+        self._terminate(MIN_GRACE_S)
 
     def shut_down(self, grace_s: float) -> None:
         """Stop the pod's processes because the kubelet ends.
@@ -122,8 +118,7 @@ class PodWorker:
         """
         self._keep_folder = True
         self._gone = True
-        self._shorten(grace_s)
-        self._terminating.set()
+        self._terminate(grace_s)
 
     def log(self, container: str, *, previous: bool) -> tuple[Path, ContainerLog | None] | None:
         """Return the path of a container's log, and the `ContainerLog` that writes the file.
@@ -160,8 +155,7 @@ class PodWorker:
             await self._delete()
         elif self._keep_folder:
             await self._write_last_status()
-        if self._address:
-            self._pool.release(self._address)
+        self._pool.release(self._address)
         if not self._keep_folder:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -266,12 +260,12 @@ class PodWorker:
 
     def _check_deletion(self) -> None:
         if self.pod["metadata"].get("deletionTimestamp"):
-            grace_s = self.pod["metadata"]["deletionGracePeriodSeconds"]
-            self._shorten(max(grace_s, MIN_GRACE_S))
-            self._terminating.set()
+            self._terminate(max(self.pod["metadata"]["deletionGracePeriodSeconds"], MIN_GRACE_S))
 
-    def _shorten(self, grace_s: float) -> None:
+    def _terminate(self, grace_s: float) -> None:
+        """End the pod within `grace_s`, or sooner if an earlier call required that."""
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + grace_s)
+        self._terminating.set()
 
     async def _write_statuses(self) -> None:
         while True:

@@ -196,9 +196,10 @@ class _SpdyForward:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, frame: spdy.Frame) -> None:
-        # The compression of headers needs the order of the calls, in which the tasks of shield()
-        # start. Without shield(), the cancellation of one task would end all tasks that wait for
-        # the socket: in aiohttp they await the same future.
+        # Frames are sent in the order in which they are encoded, because the compression of headers
+        # has a state. shield() starts its tasks in that order. Without shield(), the cancellation
+        # of one task would end all tasks that wait for the socket: in aiohttp they await the same
+        # future.
         await asyncio.shield(self._socket.send_bytes(self._encoder.encode(frame)))
 
     async def _receive(self, frame: spdy.Frame) -> None:

@@ -63,30 +63,20 @@ class SpdyError(Exception):
 
 
 @dataclass(frozen=True)
-class SynStream:
-    """Opens a stream. `fin` closes the sender's side of the stream, as in `Data`."""
-
-    stream: int
-    headers: Mapping[str, str] = field(default_factory=dict)
-    fin: bool = False
-
-
-@dataclass(frozen=True)
-class SynReply:
-    """Accepts a stream."""
-
-    stream: int
-    headers: Mapping[str, str] = field(default_factory=dict)
-    fin: bool = False
-
-
-@dataclass(frozen=True)
 class Headers:
-    """Adds headers to a stream."""
+    """Adds headers to a stream. `fin` closes the sender's side of the stream, as in `Data`."""
 
     stream: int
     headers: Mapping[str, str] = field(default_factory=dict)
     fin: bool = False
+
+
+class SynStream(Headers):
+    """Opens a stream."""
+
+
+class SynReply(Headers):
+    """Accepts a stream."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +144,9 @@ class FrameEncoder:
                 # No associated stream, priority 0, no slot.
                 body = struct.pack("!IIH", stream, 0, 0) + self._block(headers)
                 return _control(_Type.SYN_STREAM, body, fin=fin)
-            case SynReply(stream, headers, fin):
-                body = struct.pack("!I", stream) + self._block(headers)
-                return _control(_Type.SYN_REPLY, body, fin=fin)
             case Headers(stream, headers, fin):
-                return _control(
-                    _Type.HEADERS, struct.pack("!I", stream) + self._block(headers), fin=fin
-                )
+                kind = _Type.SYN_REPLY if isinstance(frame, SynReply) else _Type.HEADERS
+                return _control(kind, struct.pack("!I", stream) + self._block(headers), fin=fin)
             case RstStream(stream, status):
                 return _control(_Type.RST_STREAM, struct.pack("!II", stream, status))
             case PingFrame(number):

@@ -74,14 +74,14 @@ class ServiceProxy:
         return found[start:] + found[:start]
 
     async def _reconcile(self) -> None:
-        wanted: dict[Endpoint, str] = {}
-        for key, service in self._services.objects.items():
+        wanted: dict[Endpoint, Object] = {}
+        for service in self._services.objects.values():
             address = service["spec"].get("clusterIP")
             if not address or address == "None" or not service["spec"].get("selector"):
                 continue
             for port in service["spec"].get("ports") or []:
                 if (port.get("protocol") or "TCP") == "TCP":
-                    wanted[(address, port["port"])] = key
+                    wanted[(address, port["port"])] = service
                 else:
                     message = f"port {port['port']}/{port['protocol']} is not proxied; use TCP"
                     self._events.record(service, "Service", "UnsupportedProtocol", message)
@@ -90,16 +90,12 @@ class ServiceProxy:
             await _stop_listening(self._listeners.pop(endpoint))
         # The address of a deleted Service stays until its connections are closed.
         addresses = {address for address, _ in [*wanted, *self._connections.values()]}
-        for endpoint, key in wanted.items():
+        for endpoint, service in wanted.items():
             if endpoint not in self._listeners:
-                await self._listen(endpoint, key)
+                await self._listen(endpoint, service)
         self._loopback.keep_only(addresses)
 
-    async def _listen(self, endpoint: Endpoint, key: str) -> None:
-        service = self._services.objects.get(key)
-        if service is None:
-            return
-
+    async def _listen(self, endpoint: Endpoint, service: Object) -> None:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
@@ -124,7 +120,7 @@ class ServiceProxy:
         except OSError as error:
             message = f"cannot listen on {endpoint[0]}:{endpoint[1]}: {error}"
             self._events.record(service, "Service", "BindFailed", message)
-            logger.warning("service %s: %s", key, message)
+            logger.warning("Service %s: %s", key_of(service), message)
 
     async def _forward(
         self, listener: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

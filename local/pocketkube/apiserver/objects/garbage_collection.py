@@ -1,7 +1,7 @@
-"""Delete old Events, and objects that nothing keeps any more.
+"""Delete orphans, the content of terminating objects, and old Events.
 
-These are objects whose owners are all gone, and what belongs to a terminating namespace or CRD or
-to an owner that is deleted in the foreground.
+An orphan is an object whose owners have all been deleted. A terminating Namespace or CRD, and an
+owner in a foreground deletion, are removed after their content.
 """
 
 from __future__ import annotations
@@ -122,12 +122,11 @@ class GarbageCollector:
                     self._delete(content_storage, content)
             self._finish_namespace(metadata["name"])
         if storage == DEFINITIONS:
-            spec = obj["spec"]
-            content_storage = f"{spec['names']['plural']}.{spec['group']}"
-            if content_storage in self._store.storages():
-                for content in self._store.list(content_storage):
-                    self._delete(content_storage, content)
-            self._finish_crd(content_storage)
+            kind = metadata["name"]  # the name of a CRD is the storage key of its kind
+            if kind in self._store.storages():
+                for content in self._store.list(kind):
+                    self._delete(kind, content)
+            self._finish_crd(kind)
 
     def _release_foreground(self, uid: str) -> None:
         owner = next(iter(self._store.find("uid", uid)), None)

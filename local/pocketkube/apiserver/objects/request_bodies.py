@@ -13,19 +13,18 @@ from pocketkube.apiserver.schema.catalog import Catalog
 def decode_body(
     catalog: Catalog, info: RequestInfo, obj: Any, *, require_type: bool, strict: bool
 ) -> tuple[Object, list[str]]:
-    """Check the type and namespace of `obj`. Return the object to store, and the fields it lost.
+    """Check the type and the namespace of `obj`, and remove its unknown fields.
 
-    The returned object has the type and namespace of the request, and no unknown fields. Missing
-    fields are not set to their defaults yet. Its metadata is a copy. Other parts may be shared with
-    `obj`.
+    The returned object has the type and the namespace of the request. Defaults are not set yet. Its
+    metadata is a copy, and other parts may be shared with `obj`.
 
     Args:
         require_type: refuse an object that lacks apiVersion or kind. Custom resources always need
             both.
-        strict: refuse unknown fields instead of dropping them.
+        strict: refuse unknown fields instead of removing them.
 
     Returns:
-        The object, and the paths of the unknown fields that were dropped.
+        The object to store, and the paths of the removed fields.
 
     Raises:
         ApiError: 400 or 422. The kind or namespace of the object differs from that of the request,

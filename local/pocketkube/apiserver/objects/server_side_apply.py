@@ -68,11 +68,11 @@ def apply(
     Raises:
         ApiError: 409 with the managers and fields in conflict, unless `force`.
     """
-    wanted = _tracked(_without_nulls(applied))
-    owned = frozenset(leaves(wanted, types))
+    applied = _without_nulls(applied)
+    owned = frozenset(leaves(_tracked(applied), types))
     owners = managed_fields(live)
     previously = owners.pop(manager, frozenset())
-    merged = _merge(live, _without_nulls(applied), types, ())
+    merged = _merge(live, applied, types, ())
     merged["metadata"] = {
         **merged["metadata"],
         **{k: v for k, v in live["metadata"].items() if k in _UNTRACKED_METADATA},

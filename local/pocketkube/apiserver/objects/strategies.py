@@ -132,7 +132,7 @@ class CustomResourceDefinitionStrategy(Strategy):
         spec = stored["spec"]
         if not stored["metadata"].get("deletionTimestamp"):
             self._catalog.establish(stored)
-            self._store.open(f"{spec['names']['plural']}.{spec['group']}")
+            self._store.open(stored["metadata"]["name"])
         status = dict(stored.get("status") or {})
         storage = next(version["name"] for version in spec["versions"] if version.get("storage"))
         status["acceptedNames"] = spec["names"]

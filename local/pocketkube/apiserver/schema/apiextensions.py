@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pocketkube.apiserver.errors import FieldError, invalid_value, required, unsupported_value
+from pocketkube.apiserver.errors import (
+    FieldError,
+    forbidden_value,
+    invalid_value,
+    required,
+    unsupported_value,
+)
 from pocketkube.apiserver.resources import SCALE, STATUS, Object, Resource
 from pocketkube.apiserver.schema.cel import RuleSyntaxError
 from pocketkube.apiserver.schema.structural import StructuralSchema
@@ -25,15 +32,14 @@ class CustomVersion:
     columns: tuple[Object, ...]
 
 
-def custom_versions(crd: Object) -> list[CustomVersion]:
-    """Compile the served versions of a custom resource definition.
+def custom_versions(crd: Object) -> Iterator[CustomVersion]:
+    """Compile and yield the served versions of a custom resource definition.
 
     Raises:
         RuleSyntaxError: a CEL rule does not compile.
         re.error: a pattern does not compile.
     """
     spec, names = crd["spec"], crd["spec"]["names"]
-    found = []
     for version in spec["versions"]:
         if not version.get("served"):
             continue
@@ -54,8 +60,7 @@ def custom_versions(crd: Object) -> list[CustomVersion]:
         )
         schema = StructuralSchema(version["schema"]["openAPIV3Schema"])
         columns = tuple(version.get("additionalPrinterColumns") or ())
-        found.append(CustomVersion(resource, schema, below.get("scale"), columns))
-    return found
+        yield CustomVersion(resource, schema, below.get("scale"), columns)
 
 
 def default_crd(crd: Object) -> None:
@@ -109,45 +114,37 @@ def validate_crd(crd: Object) -> list[FieldError]:
         if schema is None:
             errors.append(required(path, "schemas are required"))
         else:
-            _validate_structural(schema, path, errors, root=True)
+            errors += _validate_structural(schema, path, root=True)
     if not errors:
         try:
-            custom_versions(crd)
+            list(custom_versions(crd))
         except (RuleSyntaxError, re.error) as error:
             errors.append(invalid_value("spec.versions", spec["versions"], str(error)))
     return errors
 
 
-def _validate_structural(
-    schema: Object, path: str, errors: list[FieldError], root: bool = False
-) -> None:
-    """Check that `schema` is structural, and append the errors to `errors`."""
+def _validate_structural(schema: Object, path: str, root: bool = False) -> Iterator[FieldError]:
+    """Yield the reasons why `schema` is not structural."""
     free = schema.get("x-kubernetes-int-or-string") or schema.get(
         "x-kubernetes-preserve-unknown-fields"
     )
     if not schema.get("type") and (root or not free):
-        errors.append(
-            required(
-                f"{path}.type",
-                "must not be empty for specified " + ("root" if root else "object fields"),
-            )
-        )
+        where = "root" if root else "object fields"
+        yield required(f"{path}.type", f"must not be empty for specified {where}")
     if root and schema.get("type") not in (None, "object"):
-        errors.append(invalid_value(f"{path}.type", schema["type"], "must be object at the root"))
-    if schema.get("properties") and isinstance(schema.get("additionalProperties"), dict):
-        errors.append(
-            FieldError(
-                f"{path}.additionalProperties",
-                "FieldValueForbidden",
-                "Forbidden: additionalProperties and properties are mutual exclusive",
-            )
+        yield invalid_value(f"{path}.type", schema["type"], "must be object at the root")
+    properties, extra = schema.get("properties") or {}, schema.get("additionalProperties")
+    if properties and isinstance(extra, dict):
+        yield forbidden_value(
+            f"{path}.additionalProperties",
+            "additionalProperties and properties are mutual exclusive",
         )
-    for name, below in (schema.get("properties") or {}).items():
+    for name, below in properties.items():
         if not (root and name in ("metadata", "apiVersion", "kind")):
-            _validate_structural(below, f"{path}.properties[{name}]", errors)
+            yield from _validate_structural(below, f"{path}.properties[{name}]")
     if isinstance(items := schema.get("items"), dict):
-        _validate_structural(items, f"{path}.items", errors)
+        yield from _validate_structural(items, f"{path}.items")
     elif schema.get("type") == "array":
-        errors.append(required(f"{path}.items", "must be specified"))
-    if isinstance(extra := schema.get("additionalProperties"), dict):
-        _validate_structural(extra, f"{path}.additionalProperties", errors)
+        yield required(f"{path}.items", "must be specified")
+    if isinstance(extra, dict):
+        yield from _validate_structural(extra, f"{path}.additionalProperties")

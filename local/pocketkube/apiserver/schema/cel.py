@@ -7,7 +7,9 @@ the validation ratcheting of Kubernetes.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from pocketkube.apiserver.errors import FieldError, invalid_value
 from pocketkube.apiserver.resources import Object
 
 _OLD_SELF = re.compile(r"\boldSelf\b")
-_REASONS = ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate")
+#: Reason of an error -> the words with which its message begins.
 _WORDS = {
     "FieldValueForbidden": "Forbidden",
     "FieldValueRequired": "Required value",
@@ -80,9 +82,7 @@ class Rules:
         Args:
             old: the object before the write; None for a new object.
         """
-        errors: list[FieldError] = []
-        self._check(self._root, obj, old, "", errors)
-        return errors
+        return list(self._check(self._root, obj, old, ""))
 
     def _program(self, expression: str, path: str) -> Any:
         try:
@@ -106,7 +106,7 @@ class Rules:
                     text=text,
                     message=rule.get("message", ""),
                     message_program=self._program(expression, path) if expression else None,
-                    reason=rule.get("reason", _REASONS[0]),
+                    reason=rule.get("reason", "FieldValueInvalid"),
                     field_path=rule.get("fieldPath", ""),
                 )
             )
@@ -126,48 +126,39 @@ class Rules:
         node = self._compile_node(schema, path)
         return None if node.empty else node
 
-    def _check(
-        self, node: _Node, value: Any, old: Any, path: str, errors: list[FieldError]
-    ) -> None:
+    def _check(self, node: _Node, value: Any, old: Any, path: str) -> Iterator[FieldError]:
         for rule in node.rules:
             if (rule.reads_old or value != old) and not (rule.transition and old is None):
-                self._evaluate(rule, value, old, path, errors)
+                yield from self._evaluate(rule, value, old, path)
         if isinstance(value, dict):
             before = old if isinstance(old, dict) else {}
             for name, below in value.items():
                 if child := node.properties.get(name, node.values):
-                    self._check(
-                        child, below, before.get(name), f"{path}.{name}" if path else name, errors
-                    )
+                    here = f"{path}.{name}" if path else name
+                    yield from self._check(child, below, before.get(name), here)
         elif isinstance(value, list) and node.items:
             for index, item in enumerate(value):
-                self._check(
-                    node.items, item, _counterpart(item, old, node.keys), f"{path}[{index}]", errors
-                )
+                before = _counterpart(item, old, node.keys)
+                yield from self._check(node.items, item, before, f"{path}[{index}]")
 
-    def _evaluate(
-        self, rule: _Rule, value: Any, old: Any, path: str, errors: list[FieldError]
-    ) -> None:
+    def _evaluate(self, rule: _Rule, value: Any, old: Any, path: str) -> Iterator[FieldError]:
+        """Yield an error if the rule refuses `value`, or if its evaluation fails."""
         names = {"self": celpy.json_to_cel(value), "oldSelf": celpy.json_to_cel(old)}
+        message = rule.message or f"failed rule: {rule.text}"
         try:
-            passed, problem = bool(rule.program.evaluate(names)), ""
+            if rule.program.evaluate(names):
+                return
+            if rule.message_program:
+                # If the message expression fails, the message is the plain one, as in Kubernetes.
+                with contextlib.suppress(celpy.CELEvalError):
+                    message = str(rule.message_program.evaluate(names))
         except celpy.CELEvalError as error:
-            passed = False
-            problem = f"rule evaluation error: {error.args[0] if error.args else error}"
-        if passed:
-            return
-        message = problem or rule.message or f"failed rule: {rule.text}"
-        if rule.message_program and not problem:
-            try:
-                message = str(rule.message_program.evaluate(names))
-            except celpy.CELEvalError:
-                # Kubernetes falls back to the plain message as well.
-                message = rule.message or message
+            message = f"rule evaluation error: {error.args[0] if error.args else error}"
         field = f"{path}{rule.field_path}".lstrip(".") or "<nil>"
         if rule.reason in _WORDS:
-            errors.append(FieldError(field, rule.reason, f"{_WORDS[rule.reason]}: {message}"))
+            yield FieldError(field, rule.reason, f"{_WORDS[rule.reason]}: {message}")
         else:
-            errors.append(invalid_value(field, value, message))
+            yield invalid_value(field, value, message)
 
 
 def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:

@@ -32,12 +32,20 @@ def set_defaults(kind: str, obj: Object) -> None:
         _DEFAULTS[kind](obj)
 
 
+def _fill(obj: Object, defaults: Object) -> None:
+    """Set the fields of `defaults` that `obj` lacks, in place."""
+    obj.update({**defaults, **obj})
+
+
 def set_pod_spec_defaults(spec: Object) -> None:
-    spec.setdefault("restartPolicy", "Always")
-    spec.setdefault("terminationGracePeriodSeconds", 30)
-    spec.setdefault("dnsPolicy", "ClusterFirst")
-    spec.setdefault("schedulerName", "default-scheduler")
-    spec.setdefault("securityContext", {})
+    defaults = {
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": 30,
+        "dnsPolicy": "ClusterFirst",
+        "schedulerName": "default-scheduler",
+        "securityContext": {},
+    }
+    _fill(spec, defaults)
     for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ())):
         _container_defaults(container)
     for volume in spec.get("volumes") or ():
@@ -49,15 +57,16 @@ def set_pod_spec_defaults(spec: Object) -> None:
 
 
 def _container_defaults(container: Object) -> None:
-    container.setdefault("resources", {})
-    container.setdefault("terminationMessagePath", "/dev/termination-log")
-    container.setdefault("terminationMessagePolicy", "File")
     image = container.get("image", "")
     _, _, tag = image.rpartition("/")[2].partition(":")
-    container.setdefault(
-        "imagePullPolicy",
-        "Always" if tag in ("", "latest") and "@" not in image else "IfNotPresent",
-    )
+    is_latest = tag in ("", "latest") and "@" not in image
+    defaults = {
+        "resources": {},
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "File",
+        "imagePullPolicy": "Always" if is_latest else "IfNotPresent",
+    }
+    _fill(container, defaults)
     for port in container.get("ports") or ():
         port.setdefault("protocol", "TCP")
     for variable in container.get("env") or ():
@@ -65,11 +74,9 @@ def _container_defaults(container: Object) -> None:
             reference.setdefault("apiVersion", "v1")
     for name in ("livenessProbe", "readinessProbe", "startupProbe"):
         if (probe := container.get(name)) is not None:
-            for field, value in _PROBE.items():
-                probe.setdefault(field, value)
+            _fill(probe, _PROBE)
             if (http := probe.get("httpGet")) is not None:
-                http.setdefault("path", "/")
-                http.setdefault("scheme", "HTTP")
+                _fill(http, {"path": "/", "scheme": "HTTP"})
 
 
 _PROBE = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
@@ -78,13 +85,17 @@ _PROBE = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "fail
 def _pod(pod: Object) -> None:
     spec = pod.setdefault("spec", {})
     set_pod_spec_defaults(spec)
-    spec.setdefault("enableServiceLinks", True)
-    # As the ServiceAccount admission plugin does. The kubelet adds the token's volume.
-    spec.setdefault("serviceAccountName", "default")
-    spec.setdefault("serviceAccount", spec["serviceAccountName"])
-    # As the Priority admission plugin does.
-    spec.setdefault("priority", 0)
-    spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
+    # The admission plugins of Kubernetes set the account and the priority. The kubelet adds the
+    # volume with the account's token.
+    account = spec.get("serviceAccountName", "default")
+    defaults = {
+        "enableServiceLinks": True,
+        "serviceAccountName": account,
+        "serviceAccount": account,
+        "priority": 0,
+        "preemptionPolicy": "PreemptLowerPriority",
+    }
+    _fill(spec, defaults)
 
 
 def qos_class(spec: Object) -> str:
@@ -117,25 +128,23 @@ def _deployment(obj: Object) -> None:
     strategy = spec.setdefault("strategy", {})
     if strategy.setdefault("type", "RollingUpdate") == "RollingUpdate":
         rolling = strategy.setdefault("rollingUpdate", {})
-        rolling.setdefault("maxUnavailable", "25%")
-        rolling.setdefault("maxSurge", "25%")
-    spec.setdefault("revisionHistoryLimit", 10)
-    spec.setdefault("progressDeadlineSeconds", 600)
+        _fill(rolling, {"maxUnavailable": "25%", "maxSurge": "25%"})
+    _fill(spec, {"revisionHistoryLimit": 10, "progressDeadlineSeconds": 600})
 
 
 def _service(obj: Object) -> None:
     spec = obj.setdefault("spec", {})
-    spec.setdefault("type", "ClusterIP")
-    spec.setdefault("sessionAffinity", "None")
+    defaults = {
+        "type": "ClusterIP",
+        "sessionAffinity": "None",
+        "internalTrafficPolicy": "Cluster",
+        "ipFamilies": ["IPv4"],
+        "ipFamilyPolicy": "SingleStack",
+        **({"clusterIPs": [spec["clusterIP"]]} if "clusterIP" in spec else {}),
+    }
+    _fill(spec, defaults)
     for port in spec.get("ports") or ():
-        port.setdefault("protocol", "TCP")
-        if "port" in port:
-            port.setdefault("targetPort", port["port"])
-    spec.setdefault("internalTrafficPolicy", "Cluster")
-    spec.setdefault("ipFamilies", ["IPv4"])
-    spec.setdefault("ipFamilyPolicy", "SingleStack")
-    if "clusterIP" in spec:
-        spec.setdefault("clusterIPs", [spec["clusterIP"]])
+        _fill(port, {"protocol": "TCP"} | ({"targetPort": port["port"]} if "port" in port else {}))
 
 
 def _secret(obj: Object) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from pocketkube.apiserver.errors import (
@@ -61,14 +63,15 @@ class StructuralSchema:
         Args:
             old: the object before the write; None for a new object.
         """
-        errors: list[FieldError] = []
-        for name, below in (self.schema.get("properties") or {}).items():
-            if name not in _TYPE_FIELDS and name in obj:
-                _validate(obj[name], below, name, errors)
-        errors.extend(required(n) for n in self.schema.get("required") or () if n not in obj)
-        if not errors:  # rules expect well-typed objects
-            errors = self.rules.check(obj, old)
-        return errors
+        properties, missing = self.schema.get("properties") or {}, self.schema.get("required") or ()
+        errors = [
+            error
+            for name, below in properties.items()
+            if name not in _TYPE_FIELDS and name in obj
+            for error in _validate(obj[name], below, name)
+        ]
+        errors += [required(name) for name in missing if name not in obj]
+        return errors or self.rules.check(obj, old)  # rules expect well-typed objects
 
 
 def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool = False) -> Any:
@@ -87,10 +90,8 @@ def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool
         here = f"{path}.{name}" if path else name
         if (root or embedded) and name in _ROOT_FIELDS:
             result[name] = below
-        elif name in properties:
-            result[name] = _prune(below, properties[name], here, unknown)
-        elif isinstance(extra, dict):
-            result[name] = _prune(below, extra, here, unknown)
+        elif isinstance(field := properties.get(name, extra), dict):
+            result[name] = _prune(below, field, here, unknown)
         elif schema.get(_PRESERVE) or extra is True:
             result[name] = below
         else:
@@ -111,8 +112,8 @@ def _default(value: Any, schema: Schema) -> Any:
     properties = schema.get("properties") or {}
     extra = schema.get("additionalProperties")
     for name, below in properties.items():
-        if name in value and value[name] is None and not below.get("nullable"):
-            del value[name]
+        if value.get(name) is None and not below.get("nullable"):
+            value.pop(name, None)
         if name not in value and "default" in below:
             value[name] = copy.deepcopy(below["default"])
         if name in value:
@@ -134,51 +135,41 @@ def _has_type(value: Any, schema: Schema) -> bool:
     )
 
 
-def _validate(value: Any, schema: Schema, path: str, errors: list[FieldError]) -> None:
+def _validate(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
+    """Yield an error for each part of `schema` that `value`, the field at `path`, breaks."""
     if value is None and schema.get("nullable"):
         return
     if not _has_type(value, schema):
         wanted = "integer or string" if schema.get(_INT_OR_STRING) else schema["type"]
-        errors.append(
-            invalid_value(
-                path,
-                type_name(value),
-                f'{path} in body must be of type {wanted}: "{type_name(value)}"',
-            )
-        )
+        actual = type_name(value)
+        yield invalid_value(path, actual, f'{path} in body must be of type {wanted}: "{actual}"')
         return
     if (allowed := schema.get("enum")) is not None and value not in allowed:
-        errors.append(unsupported_value(path, value, allowed))
+        yield unsupported_value(path, value, allowed)
     match value:
         case str():
-            _validate_string(value, schema, path, errors)
+            yield from _validate_string(value, schema, path)
         case bool() | None:
             pass
         case int() | float():
-            _validate_number(value, schema, path, errors)
+            yield from _validate_number(value, schema, path)
         case list():
-            _validate_list(value, schema, path, errors)
+            yield from _validate_list(value, schema, path)
         case dict():
-            _validate_object(value, schema, path, errors)
-    _validate_combinations(value, schema, path, errors)
+            yield from _validate_object(value, schema, path)
+    yield from _validate_combinations(value, schema, path)
 
 
-def _validate_string(value: str, schema: Schema, path: str, errors: list[FieldError]) -> None:
+def _validate_string(value: str, schema: Schema, path: str) -> Iterator[FieldError]:
     if (limit := schema.get("maxLength")) is not None and len(value) > limit:
-        errors.append(
-            FieldError(path, "FieldValueTooLong", f"Too long: may not be longer than {limit}")
-        )
+        yield FieldError(path, "FieldValueTooLong", f"Too long: may not be longer than {limit}")
     if (limit := schema.get("minLength")) is not None and len(value) < limit:
-        errors.append(
-            invalid_value(path, value, f"{path} in body should be at least {limit} chars long")
-        )
+        yield invalid_value(path, value, f"{path} in body should be at least {limit} chars long")
     if (pattern := schema.get("pattern")) and not _pattern(pattern).search(value):
-        errors.append(invalid_value(path, value, f"{path} in body should match '{pattern}'"))
+        yield invalid_value(path, value, f"{path} in body should match '{pattern}'")
     form = schema.get("format", "")
     if form in _FORMATS and not _FORMATS[form].fullmatch(value):
-        errors.append(
-            invalid_value(path, value, f"{path} in body must be of type {form}: {value!r}")
-        )
+        yield invalid_value(path, value, f"{path} in body must be of type {form}: {value!r}")
 
 
 @functools.cache
@@ -186,51 +177,39 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern.replace(r"\z", r"\Z"))
 
 
-def _validate_number(value: float, schema: Schema, path: str, errors: list[FieldError]) -> None:
-    if (low := schema.get("minimum")) is not None:
-        if schema.get("exclusiveMinimum") and value <= low:
-            errors.append(
-                invalid_value(path, value, f"{path} in body should be greater than {low}")
-            )
-        elif value < low:
-            errors.append(
-                invalid_value(
-                    path, value, f"{path} in body should be greater than or equal to {low}"
-                )
-            )
-    if (high := schema.get("maximum")) is not None:
-        if schema.get("exclusiveMaximum") and value >= high:
-            errors.append(invalid_value(path, value, f"{path} in body should be less than {high}"))
-        elif value > high:
-            errors.append(
-                invalid_value(path, value, f"{path} in body should be less than or equal to {high}")
-            )
+def _validate_number(value: float, schema: Schema, path: str) -> Iterator[FieldError]:
+    for bound, exclusive, is_beyond, side in (
+        ("minimum", "exclusiveMinimum", operator.lt, "greater"),
+        ("maximum", "exclusiveMaximum", operator.gt, "less"),
+    ):
+        if (limit := schema.get(bound)) is not None:
+            is_excluded = bool(schema.get(exclusive))
+            if is_beyond(value, limit) or (is_excluded and value == limit):
+                what = f"{side} than" if is_excluded else f"{side} than or equal to"
+                yield invalid_value(path, value, f"{path} in body should be {what} {limit}")
     if (step := schema.get("multipleOf")) and (value / step) % 1:
-        errors.append(invalid_value(path, value, f"{path} in body should be a multiple of {step}"))
+        yield invalid_value(path, value, f"{path} in body should be a multiple of {step}")
     bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
     if bits and not -(2**bits) <= value < 2**bits:
-        errors.append(
-            invalid_value(path, value, f"{path} in body must be of type {schema['format']}")
-        )
+        yield invalid_value(path, value, f"{path} in body must be of type {schema['format']}")
 
 
 def _validate_length(
-    value: list[Any] | Object, what: str, schema: Schema, path: str, errors: list[FieldError]
-) -> None:
+    value: list[Any] | Object, what: str, schema: Schema, path: str
+) -> Iterator[FieldError]:
     """Check the number of the `items` of a list, or of the `properties` of an object."""
     if (limit := schema.get(f"max{what.title()}")) is not None and len(value) > limit:
         message = f"Too many: {len(value)}: must have at most {limit} items"
-        errors.append(FieldError(path, "FieldValueTooMany", message))
+        yield FieldError(path, "FieldValueTooMany", message)
     if (limit := schema.get(f"min{what.title()}")) is not None and len(value) < limit:
-        message = f"{path} in body should have at least {limit} {what}"
-        errors.append(invalid_value(path, len(value), message))
+        yield invalid_value(path, len(value), f"{path} in body should have at least {limit} {what}")
 
 
-def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[FieldError]) -> None:
-    _validate_length(value, "items", schema, path, errors)
+def _validate_list(value: list[Any], schema: Schema, path: str) -> Iterator[FieldError]:
+    yield from _validate_length(value, "items", schema, path)
     items = schema.get("items") or {}
     for index, item in enumerate(value):
-        _validate(item, items, f"{path}[{index}]", errors)
+        yield from _validate(item, items, f"{path}[{index}]")
     seen: list[Any] = []
     for index, item in enumerate(value):
         match schema.get("x-kubernetes-list-type"):
@@ -243,48 +222,34 @@ def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[Fie
             case _:
                 return
         if identity in seen:
-            errors.append(duplicate(f"{path}[{index}]", identity))
+            yield duplicate(f"{path}[{index}]", identity)
         seen.append(identity)
 
 
-def _validate_object(value: Object, schema: Schema, path: str, errors: list[FieldError]) -> None:
-    properties = schema.get("properties") or {}
-    extra = schema.get("additionalProperties")
-    errors.extend(
+def _validate_object(value: Object, schema: Schema, path: str) -> Iterator[FieldError]:
+    properties, extra = schema.get("properties") or {}, schema.get("additionalProperties")
+    yield from (
         required(f"{path}.{name}") for name in schema.get("required") or () if name not in value
     )
-    _validate_length(value, "properties", schema, path, errors)
+    yield from _validate_length(value, "properties", schema, path)
     for name, below in value.items():
-        if name in properties:
-            _validate(below, properties[name], f"{path}.{name}", errors)
-        elif isinstance(extra, dict):
-            _validate(below, extra, f"{path}.{name}", errors)
+        if isinstance(field := properties.get(name, extra), dict):
+            yield from _validate(below, field, f"{path}.{name}")
 
 
-def _fits(value: Any, schema: Schema, path: str) -> bool:
-    found: list[FieldError] = []
-    _validate(value, schema, path, found)
-    return not found
+def _validate_combinations(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
+    def fits(option: Schema) -> bool:
+        return next(_validate(value, option, path), None) is None
 
-
-def _validate_combinations(value: Any, schema: Schema, path: str, errors: list[FieldError]) -> None:
     for below in schema.get("allOf") or ():
-        _validate(value, below, path, errors)
-    if (options := schema.get("anyOf")) and not any(
-        _fits(value, option, path) for option in options
-    ):
-        errors.append(
-            invalid_value(path, value, f"{path} in body must validate at least one schema (anyOf)")
+        yield from _validate(value, below, path)
+    if (options := schema.get("anyOf")) and not any(map(fits, options)):
+        yield invalid_value(
+            path, value, f"{path} in body must validate at least one schema (anyOf)"
         )
-    if (options := schema.get("oneOf")) and sum(
-        _fits(value, option, path) for option in options
-    ) != 1:
-        errors.append(
-            invalid_value(
-                path, value, f"{path} in body must validate one and only one schema (oneOf)"
-            )
+    if (options := schema.get("oneOf")) and sum(map(fits, options)) != 1:
+        yield invalid_value(
+            path, value, f"{path} in body must validate one and only one schema (oneOf)"
         )
-    if (refused := schema.get("not")) is not None and _fits(value, refused, path):
-        errors.append(
-            invalid_value(path, value, f"{path} in body must not validate the schema (not)")
-        )
+    if (refused := schema.get("not")) is not None and fits(refused):
+        yield invalid_value(path, value, f"{path} in body must not validate the schema (not)")

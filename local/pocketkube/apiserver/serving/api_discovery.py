@@ -48,10 +48,12 @@ def group_list(catalog: Catalog) -> Object:
 
 
 def resource_list(catalog: Catalog, group_name: str, version: str) -> Object:
-    resources: list[Object] = []
-    for resource in catalog:
-        if (resource.group, resource.version) == (group_name, version):
-            resources.extend(_entries(resource))
+    resources = [
+        entry
+        for resource in catalog
+        if (resource.group, resource.version) == (group_name, version)
+        for entry in _entries(resource)
+    ]
     group_version = f"{group_name}/{version}" if group_name else version
     return {
         "kind": "APIResourceList",
@@ -109,9 +111,9 @@ def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
     paths: Object = {}
     schemas: Object = {}
     for resource in catalog:
-        if (resource.group, resource.version) != (group_name, version):
-            continue
-        if "create" not in resource.verbs:  # kubectl reads the parameters of writes here
+        is_of_version = (resource.group, resource.version) == (group_name, version)
+        # kubectl reads the parameters of writes here, so kinds without writes are left out.
+        if not is_of_version or "create" not in resource.verbs:
             continue
         base = f"/apis/{resource.api_version}" if resource.group else f"/api/{resource.version}"
         below = "/namespaces/{namespace}" if resource.namespaced else ""

@@ -206,7 +206,9 @@ class ApiServer:
         if verb == "delete":
             return await self._delete(request, info)
         if verb == "get":
-            return self._respond(request, info, self._read_one(info))
+            is_scale = info.subresource == "scale"
+            reader = self._cluster.scale if is_scale else self._cluster.registry
+            return self._respond(request, info, reader.get(info))
         options = write_options(info, request)
         media_type = media_type_of(request)
         accepted = patches.media_types(info.resource) if verb == "patch" else OBJECT_TYPES
@@ -218,10 +220,6 @@ class ApiServer:
         for warning in options.warnings:
             response.headers.add("Warning", f"299 - {json.dumps(warning)}")
         return response
-
-    def _read_one(self, info: RequestInfo) -> Object:
-        reader = self._cluster.scale if info.subresource == "scale" else self._cluster.registry
-        return reader.get(info)
 
     def _write(
         self, request: web.Request, info: RequestInfo, verb: str, body: Any, options: WriteOptions

@@ -24,8 +24,8 @@ from pocketkube.websockets import create_socket, run_until_closed
 STREAMS = ("exec", "attach", "portforward")
 #: Parameter of a client -> parameter of the kubelet.
 _FLAGS = {"stdin": "input", "stdout": "output", "stderr": "error", "tty": "tty"}
-#: Maximum wait for the kubelet's answer to a close message. aiohttp waits as long as the kubelet
-#: sends other messages.
+#: Maximum wait for the kubelet's answer to a close message. aiohttp's own timeout restarts at each
+#: other message of the kubelet.
 _CLOSE_S = 1.0
 
 _Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse

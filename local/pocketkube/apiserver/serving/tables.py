@@ -70,10 +70,6 @@ def _path(expression: str, otherwise: Any = "<none>") -> Callable[[Object], Any]
     return cell
 
 
-def _age(obj: Object) -> str:
-    return age(obj["metadata"].get("creationTimestamp"))
-
-
 def _pod_status(pod: Object) -> str:
     status = pod.get("status") or {}
     shown = str(status.get("reason") or status.get("phase") or "Unknown")
@@ -151,16 +147,12 @@ def _event_age(event: Object) -> str:
     )
 
 
-def _count(field: str) -> Callable[[Object], int]:
-    return lambda obj: len(obj.get(field) or {})
-
-
 def _ready_replicas(obj: Object) -> str:
     return f"{(obj.get('status') or {}).get('readyReplicas', 0)}/{obj['spec'].get('replicas', 0)}"
 
 
 _NAME: Column = ("Name", "string", 0, lambda obj: obj["metadata"]["name"])
-_AGE: Column = ("Age", "string", 0, _age)
+_AGE: Column = ("Age", "string", 0, lambda obj: age(obj["metadata"].get("creationTimestamp")))
 _WORKLOAD_DETAILS: tuple[Column, ...] = (
     ("Containers", "string", 1, _containers("name")),
     ("Images", "string", 1, _containers("image")),
@@ -201,14 +193,18 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _AGE,
         ("Selector", "string", 1, _selector),
     ),
-    "ConfigMap": (_NAME, ("Data", "string", 0, _count("data")), _AGE),
+    "ConfigMap": (_NAME, ("Data", "string", 0, lambda obj: len(obj.get("data") or {})), _AGE),
     "Secret": (
         _NAME,
         ("Type", "string", 0, _path(".type")),
-        ("Data", "string", 0, _count("data")),
+        ("Data", "string", 0, lambda obj: len(obj.get("data") or {})),
         _AGE,
     ),
-    "ServiceAccount": (_NAME, ("Secrets", "string", 0, _count("secrets")), _AGE),
+    "ServiceAccount": (
+        _NAME,
+        ("Secrets", "string", 0, lambda obj: len(obj.get("secrets") or {})),
+        _AGE,
+    ),
     "Namespace": (_NAME, ("Status", "string", 0, _path(".status.phase")), _AGE),
     "Node": (
         _NAME,
@@ -263,44 +259,30 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 
 
-def _custom_columns(printer_columns: Sequence[Object]) -> tuple[Column, ...]:
-    if not printer_columns:
-        return (_NAME, _AGE)
+def _custom_column(declared: Object) -> Column:
+    """Return the column of an entry of `additionalPrinterColumns`."""
+    kind = declared.get("type", "string")
 
-    def cell(column: Object) -> Callable[[Object], Any]:
-        path, kind = column["jsonPath"], column.get("type")
+    def cell(obj: Object) -> Any:
+        value = json_path(obj, declared["jsonPath"])
+        if value is None or kind in ("integer", "number", "boolean"):
+            return value
+        if kind == "date":
+            return age(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
-        def read(obj: Object) -> Any:
-            value = json_path(obj, path)
-            if value is None:
-                return None
-            if kind == "date":
-                return age(value)
-            return value if kind in ("integer", "number", "boolean") else _text(value)
-
-        return read
-
-    return (
-        _NAME,
-        *(
-            (c["name"], c.get("type", "string"), c.get("priority", 0), cell(c))
-            for c in printer_columns
-        ),
-    )
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return declared["name"], kind, declared.get("priority", 0), cell
 
 
 class TablePrinter:
     """Formats objects of one kind as a table."""
 
     def __init__(self, resource: Resource, printer_columns: Sequence[Object]) -> None:
+        known = {} if resource.custom else _COLUMNS
         self._columns = (
-            _custom_columns(printer_columns)
-            if resource.custom
-            else _COLUMNS.get(resource.kind, (_NAME, _AGE))
+            (_NAME, *map(_custom_column, printer_columns))
+            if printer_columns
+            else known.get(resource.kind, (_NAME, _AGE))
         )
 
     def table(

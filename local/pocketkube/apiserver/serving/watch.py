@@ -71,14 +71,8 @@ class _Stream:
             "metadata": metadata,
         }
         if self._chosen.printer:
-            row = {"cells": [], "object": obj}
-            table = {
-                "kind": "Table",
-                "apiVersion": "meta.k8s.io/v1",
-                "metadata": metadata,
-                "columnDefinitions": [],
-            }
-            obj = {**table, "rows": [row]}
+            table = self._chosen.printer.table([], metadata, "None", headers=False)
+            obj = {**table, "rows": [{"cells": [], "object": obj}]}
         await self.send("BOOKMARK", obj)
 
 
