@@ -14,10 +14,9 @@ from typing import Any
 
 from generated_page import main
 
-from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
-from baton_operator.names import API_VERSION, KIND
+from baton_operator.names import API_VERSION, KIND, MAX_NAME_LENGTH
 
 Schema = dict[str, Any]
 
@@ -31,7 +30,7 @@ _INTRODUCTION = f"""# {KIND}
 
 `apiVersion: {API_VERSION}`, `kind: {KIND}`, namespaced, short name `llms`.
 The scale subresource is `spec.decode.replicas`.
-A name has at most {llmservice.MAX_NAME_LENGTH} characters: lower-case letters, digits and `-`.
+A name has at most {MAX_NAME_LENGTH} characters: lower-case letters, digits and `-`.
 It begins with a letter.
 
 ```yaml

@@ -257,7 +257,7 @@ class TransferConnector(KVConnectorWorker):
         if output:
             for name in self._count_bytes().keys() - self._logged_transports:
                 self._logged_transports.add(name)
-                logger.info("KV blocks travel over transport and lane %s", name)
+                logger.info("KV blocks travel by %s (transport, mechanism and device)", name)
             with self._lock:
                 self._output.finished_sending |= output.finished_sending
                 self._output.load_results |= output.load_results

@@ -23,6 +23,9 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "LLMService"
 PLURAL = "llmservices"
 SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+#: Characters of a service's name. The limit leaves room for `-prefill-<ordinal>` and hashes in a
+#: DNS label.
+MAX_NAME_LENGTH = 40
 
 #: Field manager of server-side apply, value of the managed-by label, source of Events.
 MANAGER = "baton-operator"

@@ -141,7 +141,7 @@ class EngineCore(UtilityMethods):
         if runs and not may_start_another:
             self._finish_oldest()
             self._pause.advance()
-        return self._end_step(runs, must_continue=bool(self._in_flight))
+        return self._end_step(runs)
 
     def _start_step(self) -> bool:
         """Schedule a step, and execute it without waiting for its output.
@@ -179,15 +179,19 @@ class EngineCore(UtilityMethods):
         record.outputs = self.scheduler.update_from_output(record.step, output)
         self._outputs += record.outputs
 
-    def _end_step(self, steps: bool, must_continue: bool = False) -> list[EngineCoreOutput]:
+    def _end_step(self, has_run: bool) -> list[EngineCoreOutput]:
         """Set `made_progress`, and return the outputs for clients.
 
         Args:
-            steps: whether this call started or finished a step.
-            must_continue: whether another step is due even if this one had nothing to do.
+            has_run: whether this call has started or finished a step.
         """
-        self.made_progress = steps and (self.scheduler.made_progress or must_continue)
+        self.made_progress = has_run and (self.scheduler.made_progress or self._must_continue)
         return self.take_outputs()
+
+    @property
+    def _must_continue(self) -> bool:
+        """Whether another step is due even if the last one had nothing to do."""
+        return bool(self._in_flight)
 
     @property
     def _has_room(self) -> bool:

@@ -383,14 +383,18 @@ class DPEngineCore(EngineCore):
 
     def step(self) -> list[EngineCoreOutput]:
         self.advance()
-        steps = self._must_step or self._can_step()
-        if steps:
+        runs = self._must_step or self._can_step()
+        if runs:
             try:
                 self._vote_and_run()
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
-        return self._end_step(steps, must_continue=self._must_step)
+        return self._end_step(runs)
+
+    @property
+    def _must_continue(self) -> bool:
+        return self._must_step
 
     def _schedule(self) -> SchedulerOutput:
         if self.phase is RankPhase.SERVING:

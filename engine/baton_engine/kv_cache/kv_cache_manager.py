@@ -8,7 +8,8 @@ Workers must read a block before they overwrite it. Therefore callers must not d
 within one step:
 
 - swap out a block after it was made writable,
-- swap in after freeing blocks that a copy of the same step reads or writes,
+- swap in after they have freed blocks that a copy of the same step reads or writes, because the
+  swap could write to these blocks,
 - swap out after swapping in.
 """
 

@@ -151,7 +151,9 @@ class BatchAdmission:
 
     @property
     def _keep_free_of_loads(self) -> int:
-        """Number of free blocks that a load leaves: one per running, loading or loaded sequence.
+        """Number of free blocks that a load leaves.
+
+        At least one block is left for each running, loading or loaded sequence.
 
         A load takes blocks long before its request runs. Without this reserve, loads could take all
         blocks, and running requests would preempt each other.

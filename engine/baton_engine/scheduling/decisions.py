@@ -4,8 +4,8 @@
 of steps, loads and compilations, which need no step under construction: `Finished` and `Queued`.
 Each type of decision is one method of `RequestLifecycle`.
 
-Tokens are no decisions: `Scheduler._continue_running` adds them to the step. One decision for each
-decoded token made the engine core take 20 % more time per request and step
+There is no decision to run a token: `Scheduler` adds tokens to the step itself. One decision for
+each decoded token made the engine core take 20 % more time per request and step
 (`benchmarks/engine/overhead.py`).
 """
 

@@ -41,7 +41,7 @@ class RequestOutputs:
     ) -> None:
         """Join a step's prompt logprobs and routed experts to those of earlier steps.
 
-        `emit` adds the joined ones to an output.
+        `emit` adds the result to an output.
 
         Args:
             start: first position that the step ran.

@@ -22,7 +22,8 @@ class RequestOwners:
         """Create an empty map.
 
         Args:
-            aborts: queue of ABORT messages, which can be read before the input queue delivers them.
+            aborts: a queue of the same ABORT messages as in the input queue. It is read during a
+                step, before the input queue.
         """
         self._aborts = aborts
         self._owners: dict[str, bytes] = {}

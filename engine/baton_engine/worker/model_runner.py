@@ -200,8 +200,8 @@ class ModelRunner:
 
         Raises:
             GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if the
-                group of only one rank broke. There is nothing to sample. Steps may follow when
-                another set of ranks is committed.
+                group of only one rank broke. There is nothing to sample. The next step may run
+                when another set of ranks is committed.
         """
         forward_runner, kv = self._ready()
         self._in_flight = None

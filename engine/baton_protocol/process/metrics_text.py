@@ -14,7 +14,7 @@ MAX_PER_S = 30
 class MetricsText:
     """Computes the text of a registry's metrics, at most MAX_PER_S times per second. Thread-safe.
 
-    As many computations are possible at once after a second without requests. A request above the
+    After a second without requests, MAX_PER_S requests at once are computed. A request above the
     limit gets the last text, which is at most 1 / MAX_PER_S seconds old.
     """
 

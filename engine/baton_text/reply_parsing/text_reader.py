@@ -247,7 +247,7 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 @lru_cache(1024)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that matches any marker, and the longest of those at one position.
+    """Return a pattern that finds the first marker. Of several at one position, it is the longest.
 
     One search with the pattern passes over the text once. With a search for each marker, the time
     would grow with the number of markers in the text times the length of the text.

@@ -87,8 +87,8 @@ async def send_json(
     disconnected.
 
     Args:
-        charge: is charged with the bytes of a large response. None if the bytes of `body` are
-            already counted, or if `body` is one object that all responses share.
+        charge: counts the bytes of a large response. None if the bytes of `body` are already
+            counted, or if `body` is one object that all responses share.
     """
     if len(body) <= BUFFERED_BYTES:
         return web.Response(body=body, content_type="application/json")

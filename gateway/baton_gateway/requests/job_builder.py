@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,17 @@ from baton_text.tokenizer import Tokenizer
 MAX_ECHO_CHARACTERS = 2**20
 #: Number of tokens at the end of a completion's prompt that may begin the reasoning.
 PROMPT_END = 32
+
+
+class _Prompts(NamedTuple):
+    """The tokenized prompts of a request. Lists have one entry per prompt."""
+
+    id_prefix: str  #: Of the response's id.
+    field: str  #: The field of the request that has the prompts, for errors.
+    token_ids: list[list[int]]
+    echoes: list[str]  #: Text of each prompt; empty without echo.
+    structures: list[StructuredOutput | None]  #: Grammar of the reply, beside the request's own.
+    reply: Reply | None = None  #: How a chat reply is parsed.
 
 
 class JobBuilder:
@@ -113,39 +125,38 @@ class JobBuilder:
         cache_salt: str,
     ) -> Job:
         """Return the job of `request`. `text` is the rendered prompt of a chat request."""
-        reply: Reply | None = None
         if isinstance(request, ChatCompletionRequest):
             assert text is not None
-            reply = self._format.reply(request, text, self.tokenizer.special_token_id)
-            prefix, field = "chatcmpl", "messages"
-            prompts = [self._reader.encode(text, field, bounds, add_special_tokens=False)]
-            echoes = [""]
-            structures = [None if reply is None else reply.structured_output]
+            read = self._chat_prompt(request, text, bounds)
         else:
-            prefix, field = "cmpl", "prompt"
-            prompts, echoes = self._completion_prompts(request, bounds)
-            structures = self._structures(request, prompts)
-        job_id = f"{prefix}-{uuid.uuid4().hex}"
+            read = self._completion_prompts(request, bounds)
+        job_id = f"{read.id_prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
         self._defaults.fill(request)
         self._reader.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
-        request.check_prompt_logprobs(sum(map(len, prompts)))
+        request.check_prompt_logprobs(sum(map(len, read.token_ids)))
         lengths = [
-            self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts
+            self._max_tokens(request, len(token_ids), read.field, bounds)
+            for token_ids in read.token_ids
         ]
         request.check_beam_logprobs(sum(lengths))
         params_of = self._params(request, set(lengths))
         jobs = []
-        for prompt_index, (token_ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
+        for prompt_index, (token_ids, echo, structure) in enumerate(
+            zip(read.token_ids, read.echoes, read.structures, strict=True)
+        ):
             # The client's seed is the same for all prompts: equal prompts get equal answers.
             seed = secrets.randbits(63) if request.seed is None else request.seed
             params = msgspec.structs.replace(params_of[lengths[prompt_index]], seed=seed)
-            params.structured_output = structures[prompt_index] or params.structured_output
+            params.structured_output = structure or params.structured_output
             self._metrics.prompt_tokens.inc(len(token_ids))
             first_index = prompt_index * request.num_candidates
             choices = [
                 Choice(
-                    first_index + index, self._processor(request, params, reply), token_ids, echo
+                    first_index + index,
+                    self._processor(request, params, read.reply),
+                    token_ids,
+                    echo,
                 )
                 for index in range(request.num_candidates)
             ]
@@ -154,7 +165,7 @@ class JobBuilder:
             group = SampleGroup(f"{job_id}-p{prompt_index}") if len(parts) > 1 else None
             runs = []
             for sample_index, part in enumerate(parts):
-                is_only = len(prompts) * len(parts) == 1
+                is_only = len(read.token_ids) * len(parts) == 1
                 request_id = job_id if is_only else f"{job_id}-c{first_index + sample_index}"
                 if sample_index == 1:  # only the first sample returns the prompt's logprobs
                     params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -173,13 +184,15 @@ class JobBuilder:
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
 
-    def _completion_prompts(
-        self, request: CompletionRequest, bounds: PromptBounds
-    ) -> tuple[list[list[int]], list[str]]:
-        """Return the token ids of each prompt, and the text of each prompt.
+    def _chat_prompt(
+        self, request: ChatCompletionRequest, text: str, bounds: PromptBounds
+    ) -> _Prompts:
+        reply = self._format.reply(request, text, self.tokenizer.special_token_id)
+        token_ids = self._reader.encode(text, "messages", bounds, add_special_tokens=False)
+        structure = None if reply is None else reply.structured_output
+        return _Prompts("chatcmpl", "messages", [token_ids], [""], [structure], reply)
 
-        Without echo, each text is empty.
-        """
+    def _completion_prompts(self, request: CompletionRequest, bounds: PromptBounds) -> _Prompts:
         prompts = request.prompts()
         add_special = request.add_special_tokens is not False
         token_ids: list[list[int]] = []
@@ -201,7 +214,8 @@ class JobBuilder:
                     "prompts, or a smaller n",
                     param="echo",
                 )
-        return token_ids, echoes
+        structures = self._structures(request, token_ids)
+        return _Prompts("cmpl", "prompt", token_ids, echoes, structures)
 
     def _structures(
         self, request: CompletionRequest, prompts: list[list[int]]

@@ -105,7 +105,7 @@ def _num_sms(device: torch.device) -> int:
 class Launch(NamedTuple):
     """The grids, constants and workspace of a step's launches."""
 
-    items: int  #: Programs per KV head: query blocks, sequences or segments.
+    items: int  #: Programs per KV head: one per query block, per sequence or per segment.
     target_segments: int  #: 0: no sequence is split.
     max_queries: int  #: Upper bound of a sequence's queries, if they are one query block; else 1.
     shared: dict[str, int]  #: Constants of both kernels.

@@ -5,9 +5,9 @@
     out[token] = sum of the token's rows                     in float32, in the order of its choices
 
 A pair is a token and one of the token's choices of an expert. A tile multiplies BLOCK_M pairs of
-one expert by BLOCK_N rows of the expert's weights. With few pairs per expert, the product is
-transposed (SWAP). Hopper's wgmma needs an operand of at least 64 rows: the weights have enough
-rows, and the few pairs do not.
+one expert by BLOCK_N rows of the expert's weights. Hopper's wgmma needs a first operand of at least
+64 rows. With few pairs per expert, only the weights have enough rows, so the product is transposed
+(SWAP).
 """
 
 from __future__ import annotations

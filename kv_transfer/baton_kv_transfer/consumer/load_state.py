@@ -13,14 +13,14 @@ A per-rank transfer is the part of a load from one worker of the producer:
     HANDSHAKE   the worker and, with push, slots         SUBSCRIBE -> OPEN, or PUSHING with slots
     OPEN        blocks, which this engine reads          all verified, or failure -> ENDED
     PUSHING     blocks, which the worker writes here     all verified, no write left -> ENDED;
-                                                         RELEASED -> OPEN; otherwise, when the load
-                                                         is SETTLING -> QUARANTINE
+                                                         RELEASED -> OPEN;
+                                                         load SETTLING, a write left -> QUARANTINE
     QUARANTINE  the end of the worker's writes           RELEASED or a fence -> ENDED
     ENDED       nothing
 
-RELEASE is sent on the way to QUARANTINE and ENDED, unless the worker is lost. A transfer in
-HANDSHAKE whose load fails goes to ENDED if the worker is ready, and otherwise stays. While blocks
-are in flight or unverified, a transfer stays OPEN or PUSHING.
+RELEASE is sent on the way to QUARANTINE and ENDED, unless the worker is lost. If a load fails, its
+transfers in HANDSHAKE go to ENDED if their worker is ready, and stay in HANDSHAKE if it is not.
+While blocks are in flight or unverified, a transfer stays OPEN or PUSHING.
 """
 
 from __future__ import annotations

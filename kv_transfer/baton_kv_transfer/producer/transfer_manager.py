@@ -173,10 +173,10 @@ class TransferManager:
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
         """Renew the leases of these transfers, and send PENDING.
 
-        PENDING names the transfers of which more blocks will be published. If a transfer has no
-        subscriber yet, its load waits for memory at the consumer. PENDING then names the transfer
-        only while it has no blocks, because otherwise two engines could wait for each other's
-        memory without end.
+        PENDING names the transfers of which more blocks will be published. The load of a transfer
+        without a subscriber waits for memory at the consumer. PENDING names such a transfer until
+        it has blocks. If it did so afterwards, two engines could wait for each other's memory
+        without end.
         """
         now = self._clock()
         pending = []

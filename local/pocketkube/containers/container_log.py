@@ -176,7 +176,7 @@ async def _entries(
 
 
 def _parts(line: bytes) -> list[bytes]:
-    """Cut a line into parts of at most MAX_LINE bytes, at least one."""
+    """Cut a line into one or more parts of at most MAX_LINE bytes each."""
     return [line[start : start + MAX_LINE] for start in range(0, len(line) or 1, MAX_LINE)]
 
 

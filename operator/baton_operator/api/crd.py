@@ -14,7 +14,7 @@ import msgspec
 from baton_operator.api import llmservice
 from baton_operator.api.field_types import ApiStruct
 from baton_operator.api.rules import add_rules
-from baton_operator.names import GROUP, KIND, PLURAL, SERVICE_NAME, VERSION
+from baton_operator.names import GROUP, KIND, MAX_NAME_LENGTH, PLURAL, SERVICE_NAME, VERSION
 from baton_protocol.options.field_comments import field_comments
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
@@ -39,7 +39,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
                 "name": {
                     "type": "string",
                     "pattern": f"^{SERVICE_NAME.pattern}$",
-                    "maxLength": llmservice.MAX_NAME_LENGTH,
+                    "maxLength": MAX_NAME_LENGTH,
                 }
             },
         },

@@ -21,8 +21,6 @@ from baton_operator.api.spec_engine import Engine
 from baton_operator.api.spec_groups import AutoscalingStatus, Decode, Prefill, UpdateStrategy
 from baton_operator.api.spec_model import Model, ModelStatus
 
-#: Leaves room for `-prefill-<ordinal>` and hashes in a DNS label.
-MAX_NAME_LENGTH = 40
 #: Limit on the JSON of a spec. The time and memory of a reconcile grow with it, and each change is
 #: stored in a ControllerRevision.
 MAX_SPEC_BYTES = 2**15

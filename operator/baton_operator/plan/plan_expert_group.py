@@ -237,8 +237,8 @@ def _ordinals_to_create(
 ) -> list[int]:
     """Return the ordinals of members to create.
 
-    If no member stays, one member is created even without a surge. The leaving ranks need it: they
-    can leave only when another topology exists, and a topology has at least one member.
+    If no member stays, one member is created even without a surge. The old ranks can leave only
+    when another topology exists, and a topology has at least one member.
     """
     size, update = group.target.size, group.target.update
     is_rollout = any(not _is_newest(m, group) for m in present)

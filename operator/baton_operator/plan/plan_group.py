@@ -60,7 +60,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: int | None = None
     deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
-    #: Since when it has been neither ready, paused nor asleep. None: it is ready.
+    #: Start of its progress deadline: its creation, its scheduling, its last change of readiness or
+    #: its last pause or sleep, whichever is latest. None: it is ready.
     unready_since: datetime | None = None
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
     #: Since when the pod has been unschedulable only because other pods use the resources.
@@ -143,8 +144,11 @@ class _Group(NamedTuple):
 
     target: DesiredGroup
     present: list[Member]
-    current: list[Member]  # of the newest revision; while paused, of any; not failed or leaving
-    outdated: list[Member]  # of another revision, not failed or leaving
+    draining: list[Member]  # marked as draining, neither failed nor deleted
+    #: Members of the newest revision, or of all revisions in a pause. They are not marked as
+    #: draining, have not failed and are not deleted. The same holds for `outdated`.
+    current: list[Member]
+    outdated: list[Member]  # of another revision
     progress_deadline: Timeout  # for members in `current` that are not ready
     surge_timeout: Timeout  # for members in `current` that fit on no node
 
@@ -161,43 +165,29 @@ def plan_group(
     Args:
         has_previous_revision: whether members of a previous revision can be created.
     """
-    update = target.update
-    present = present_members(members, now)
-    usable = [m for m in present if m.deletion is None and not m.failed]
-    draining = [m for m in usable if m.draining]
-    current = [
-        m for m in usable if not m.draining and (update.paused or m.revision == target.revision)
-    ]
-    outdated = [m for m in usable if not m.draining and m not in current]
-    progress_deadline = surge_timeout = Timeout()
-    # Without a previous revision, the plan is the same before and after the progress deadline.
-    if has_previous_revision and not update.paused:
-        times = [(m.unready_since, m.no_room_since) for m in current]
-        progress_deadline = progress_deadline_of(times, update.progress_deadline_s, now)
-    if outdated and not progress_deadline.has_passed:
-        surge_timeout = surge_timeout_of(current, update, now)
-    group = _Group(target, present, current, outdated, progress_deadline, surge_timeout)
-
+    group = _divide(members, target, now, has_previous_revision=has_previous_revision)
     to_remove = _members_to_remove(group)
     # If another client marked a member, drain_started is missing, and the member is marked again.
-    unmarked = [m for m in draining if m.drain_started is None]
+    unmarked = [m for m in group.draining if m.drain_started is None]
     drain = [m.name for m in [*unmarked, *to_remove] if m.started]
-    delete, revisits_s = plan_failed(present, now)
+    delete, revisits_s = plan_failed(group.present, now)
     delete += [
         Delete(m.name, why)
-        for m in draining
+        for m in group.draining
         if (why := deletion_reason(m, target.drain_timeout_s, now))
     ]
     delete += [Delete(m.name, "it had not started") for m in to_remove if not m.started]
     revisits_s += [
         timeout.left_s
-        for timeout in (progress_deadline, surge_timeout)
+        for timeout in (group.progress_deadline, group.surge_timeout)
         if timeout.left_s is not None
     ]
-    if draining or drain:
+    if group.draining or drain:
         revisits_s.append(POLL_DRAIN_S)
 
-    use_previous = has_previous_revision and (update.paused or progress_deadline.has_passed)
+    use_previous = has_previous_revision and (
+        target.update.paused or group.progress_deadline.has_passed
+    )
     ordinals = free_ordinals(members, _num_to_create(group, use_previous=use_previous))
     return GroupPlan(
         create=[] if use_previous else ordinals,
@@ -206,6 +196,27 @@ def plan_group(
         delete=delete,
         revisit_s=min(revisits_s, default=None),
     )
+
+
+def _divide(
+    members: list[Member], target: DesiredGroup, now: datetime, *, has_previous_revision: bool
+) -> _Group:
+    """Divide the members by what a rollout does with them, and start its timeouts."""
+    update = target.update
+    present = present_members(members, now)
+    usable = [m for m in present if m.deletion is None and not m.failed]
+    staying = [m for m in usable if not m.draining]
+    current = [m for m in staying if update.paused or m.revision == target.revision]
+    outdated = [m for m in staying if m not in current]
+    progress_deadline = surge_timeout = Timeout()
+    # Without a previous revision, the plan is the same before and after the progress deadline.
+    if has_previous_revision and not update.paused:
+        times = [(m.unready_since, m.no_room_since) for m in current]
+        progress_deadline = progress_deadline_of(times, update.progress_deadline_s, now)
+    if outdated and not progress_deadline.has_passed:
+        surge_timeout = surge_timeout_of(current, update, now)
+    draining = [m for m in usable if m.draining]
+    return _Group(target, present, draining, current, outdated, progress_deadline, surge_timeout)
 
 
 def present_members(members: list[Member], now: datetime) -> list[Member]:

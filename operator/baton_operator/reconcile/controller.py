@@ -27,8 +27,8 @@ from baton_operator.reconcile_errors import drop_tracebacks
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
-#: Limits on the JSON that a reconcile reads, and that of a large service. Decoded, it takes about
-#: 20 times as much memory, and an LLMService up to 48 times.
+#: Limits on the JSON that a reconcile reads: of most services, and of a large service. Decoded, it
+#: takes about 20 times as much memory, and an LLMService up to 48 times.
 MAX_READ_BYTES, MAX_LARGE_READ_BYTES = 2**20, 10 * 2**20
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # shortest and longest delay before a retry
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed

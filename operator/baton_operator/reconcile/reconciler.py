@@ -141,8 +141,9 @@ class Reconciler:
         state.observed = await drain_members(self._drainer, state.observed)
         # 3. Find members that are paused or asleep. They do not stall a rollout.
         state.observed = await self._probes.find_suspended(state.observed, state.now)
-        # 4. Compute what should exist. Record the spec, unless the service is paused or its spec
-        # cannot be used. The recorded spec then applies.
+        # 4. Create the service's key if there is none, and compute what should exist. Record the
+        # spec, unless the service is paused or its spec cannot be used. The recorded spec then
+        # applies.
         state.desired = desired = await self._build_desired(state)
         if not desired.resolved.spec.paused and not state.problems:
             state.spec_revision = await record_spec(

@@ -48,9 +48,9 @@ class StepBuilder:
         return block.ref_count == 1 and block.block_hash is None
 
     def copies_to_block_at(self, sequence: Request, position: int) -> bool:
-        """Return whether this step copies another block to the block of `position`.
+        """Return whether the block of `position` is the target of one of this step's block copies.
 
-        The step makes all its block copies at once, so no copy may read that block.
+        The step makes all its block copies at once, so no other copy may read that block.
         """
         slot = position // self._block_size
         return slot < len(sequence.blocks) and any(

@@ -127,8 +127,8 @@ class StepResults:
     def advance_resumed(self) -> LazyDecisions[Finished]:
         """Advance each beam search whose last step returned while the search was swapped out.
 
-        A search may free blocks that the step under construction swaps in. So call this after the
-        last swap-in of the step, and start no load in the same step.
+        A search that advances may free blocks to which the step under construction swaps in KV. So
+        call this after the last swap-in of the step, and start no load in the same step.
         """
         for request in self.running.values():
             if (finished := self.advance_beams(request)) is not None:

@@ -152,7 +152,7 @@ class Buffer:
     __slots__ = ("_runs", "address", "count", "nbytes")
 
     def __init__(self, runs: object, address: int, count: int, nbytes: int) -> None:
-        """Refer to a list of runs.
+        """Wrap a list of runs that another object has allocated.
 
         Args:
             runs: the object that keeps the list allocated.
