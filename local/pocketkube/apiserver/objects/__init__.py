@@ -1,10 +1,10 @@
 """Read and write objects with the semantics of Kubernetes.
 
-- `object_registry`: get, list, create, update, patch.
+- `object_registry`: reads, creates, updates and patches objects.
 - `request_bodies`: decodes the object in a request body.
 - `system_fields`: the metadata that the server sets.
-- `strategies`: the steps of a write that only one kind has.
-- `conflicts`: compares resourceVersion and uid of a request with the stored object.
+- `strategies`: the kind-specific steps of a write.
+- `conflicts`: compares resourceVersion and uid of a request with those of the stored object.
 - `patches`: JSON, merge and strategic merge patches.
 - `server_side_apply`: field ownership, merges and conflicts of managers.
 - `subresources`: scale and binding.

@@ -1,4 +1,4 @@
-"""Optimistic concurrency: compare resourceVersion and uid of a request with the stored object."""
+"""Optimistic concurrency: check that resourceVersion and uid of a request are the stored ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def check_update(resource: Resource, stored: Object, given: Object) -> None:
 
     Args:
         stored: metadata of the stored object.
-        given: metadata of the update. An empty value matches any stored value.
+        given: metadata of the update. A missing or empty field matches any stored value, and so
+            does resourceVersion 0.
 
     Raises:
         ApiError: 409, the object was changed or replaced since the client read it.

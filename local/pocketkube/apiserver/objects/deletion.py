@@ -38,8 +38,9 @@ class Deletion:
     def delete(self, info: RequestInfo, options: DeleteOptions) -> tuple[Object, bool]:
         """Remove the object that `info` names, or mark the object as terminating.
 
-        The object is only marked if it has finalizers or a grace period, or if it is a Namespace.
-        A CRD gets a finalizer, and so does an object with dependents in a foreground deletion.
+        An object with finalizers or a grace period is marked, and so is a Namespace. All other
+        objects are removed. A CRD always gets a finalizer. An object with dependents gets one in a
+        foreground deletion.
 
         Returns:
             (the object's last state, whether it was removed). A dry run changes nothing.
@@ -134,6 +135,23 @@ def _mark(resource: Resource, obj: Object, finalizers: list[str], grace: int) ->
     if resource.kind == "Namespace":
         marked["status"] = {**(marked.get("status") or {}), "phase": "Terminating"}
     return marked
+
+
+def is_released(before: Object, after: Object) -> bool:
+    """Return whether a write removed the last finalizer of a terminating object.
+
+    The result is False while the object has a grace period.
+
+    Args:
+        before: metadata before the write.
+        after: metadata after the write.
+    """
+    return bool(
+        before.get("finalizers")
+        and not after.get("finalizers")
+        and after.get("deletionTimestamp")
+        and not after.get("deletionGracePeriodSeconds")
+    )
 
 
 def owners_of(obj: Object) -> list[Object]:

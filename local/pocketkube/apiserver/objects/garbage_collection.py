@@ -1,7 +1,7 @@
 """Delete orphans, the content of terminating objects, and old Events.
 
-An orphan is an object whose owners have all been deleted. A terminating Namespace or CRD, and an
-owner in a foreground deletion, are removed after their content.
+An orphan is an object whose owners have all been deleted. A terminating Namespace or CRD is removed
+after its content. In a foreground deletion, an owner is removed after its dependents.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class GarbageCollector:
             self._deletion.delete(info, DeleteOptions())
 
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
+        """Delete `obj` if all its owners are gone. Otherwise, remove references to gone owners."""
         uids = {owner.get("uid", "") for owner in owners_of(obj)}
         gone = {uid for uid in uids if not self._store.find("uid", uid)}
         if gone == uids:

@@ -1,10 +1,14 @@
 """Create, read, update and patch objects.
 
-Every write takes the same steps. It decodes the body (`request_bodies`), sets or restores the
-fields that clients cannot set (`system_fields`), and sets defaults. Then it validates the object,
-records field ownership (`server_side_apply`) and stores the object. `strategies` has the
-kind-specific steps. Deletions do not take these steps: `deletion` and `garbage_collection` write to
-the store directly.
+Every write except a deletion takes these steps:
+
+1. Decode the object (`request_bodies`). A patch is applied to the stored object before this step
+   (`patches`). A server-side apply is merged into the stored object after it.
+2. Set or restore the fields that clients cannot set (`system_fields`), and set defaults.
+3. Validate the object, record the owners of its fields (`server_side_apply`) and store it.
+
+`strategies` has the kind-specific steps. `deletion` and `garbage_collection` write to the store
+directly.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects import conflicts, patches, server_side_apply, system_fields
+from pocketkube.apiserver.objects.deletion import is_released
 from pocketkube.apiserver.objects.request_bodies import decode_body
 from pocketkube.apiserver.objects.strategies import strategies
 from pocketkube.apiserver.resources import Object, RequestInfo, Resource
@@ -99,7 +104,6 @@ class Registry:
         owned: server_side_apply.FieldSet | None = None,
     ) -> Object:
         resource, metadata = info.resource, new["metadata"]
-        strategy = self._strategies[resource.storage_key]
         system_fields.generate_name(metadata)
         if not metadata.get("name"):
             raise errors.invalid(
@@ -114,12 +118,8 @@ class Registry:
         if resource.has_status:
             new.pop("status", None)
         new = self._default(resource, new)
-        strategy.before_create(new)
-        self._validate(resource, new, None)
-        self._track(resource, None, new, options, "", owned)
-        if options.dry_run:
-            return new
-        return strategy.after_write(self.store.put(resource.storage_key, new))
+        self._strategies[resource.storage_key].before_create(new)
+        return self._write(resource, None, new, options, "", owned)
 
     def update(self, info: RequestInfo, obj: Object, options: WriteOptions) -> Object:
         """Replace an object, and return it in the API version of the request.
@@ -151,7 +151,7 @@ class Registry:
     def patch(
         self, info: RequestInfo, content_type: str, body: Any, options: WriteOptions
     ) -> Object:
-        """Apply a patch or a server-side apply, and return the object that is stored then.
+        """Apply a patch or a server-side apply, and return the resulting object.
 
         Args:
             content_type: media type of the patch.
@@ -186,47 +186,54 @@ class Registry:
         return result
 
     def _apply(self, info: RequestInfo, body: Any, options: WriteOptions) -> Object:
-        resource, name, subresource = info.resource, info.name, info.subresource
+        """Create or update an object by server-side apply."""
+        resource, subresource = info.resource, info.subresource
+        applied = self._decode_applied(info, body, options)
+        given = applied["metadata"]
+        old = (
+            self.stored(info)
+            if subresource
+            else self.store.get(resource.storage_key, info.namespace, info.name)
+        )
+        if old is None and (given.get("uid") or given.get("resourceVersion")):
+            raise errors.conflict(resource, info.name, "the object to be applied no longer exists")
+        live = {"metadata": {}} if old is None else self.view(resource, old)
+        new, owned = server_side_apply.apply(
+            live,
+            applied,
+            server_side_apply.Manager(options.manager, "Apply", resource.api_version, subresource),
+            self.catalog.types(resource),
+            options.force,
+        )
+        if old is None:
+            return self.view(resource, self._create(info, new, options, owned))
+        if version := given.get("resourceVersion"):
+            new["metadata"]["resourceVersion"] = version
+        return self.view(resource, self._replace(resource, old, new, options, subresource, owned))
+
+    def _decode_applied(self, info: RequestInfo, body: Any, options: WriteOptions) -> Object:
+        """Decode the body of a server-side apply.
+
+        Returns:
+            The part of the object that the request can write: the subresource, or all but the
+            status.
+        """
         metadata = body.get("metadata") or {}
         if metadata.get("managedFields"):
             raise errors.bad_request("metadata.managedFields must be nil")
-        if metadata.get("name", name) != name:
+        if metadata.get("name", info.name) != info.name:
             raise errors.bad_request(
-                f"metadata.name {metadata['name']} does not match the name on the URL ({name})"
+                f"metadata.name {metadata['name']} does not match the name on the URL ({info.name})"
             )
-        body = {**body, "metadata": {**metadata, "name": name}}
-        wanted = self._decode(info, body, options, require_type=True)
-        if subresource:
-            wanted = {
-                k: v
-                for k, v in wanted.items()
-                if k in ("apiVersion", "kind", "metadata", subresource)
-            }
-            wanted["metadata"] = {
-                k: v
-                for k, v in wanted["metadata"].items()
-                if k in ("name", "namespace", "resourceVersion")
-            }
-        elif resource.has_status:
-            wanted.pop("status", None)
-        manager = server_side_apply.Manager(
-            options.manager, "Apply", resource.api_version, subresource
-        )
-        types = self.catalog.types(resource)
-        old = self.store.get(resource.storage_key, info.namespace, name)
-        if old is None:
-            if subresource:
-                raise errors.not_found(resource, name)
-            if metadata.get("uid") or metadata.get("resourceVersion"):
-                raise errors.conflict(resource, name, "the object to be applied no longer exists")
-            empty: Object = {"metadata": {}}
-            new, owned = server_side_apply.apply(empty, wanted, manager, types, options.force)
-            return self.view(resource, self._create(info, new, options, owned))
-        live = self.view(resource, old)
-        new, owned = server_side_apply.apply(live, wanted, manager, types, options.force)
-        if version := metadata.get("resourceVersion"):
-            new["metadata"]["resourceVersion"] = version
-        return self.view(resource, self._replace(resource, old, new, options, subresource, owned))
+        body = {**body, "metadata": {**metadata, "name": info.name}}
+        applied = self._decode(info, body, options, require_type=True)
+        if info.subresource:
+            version = applied["metadata"].get("resourceVersion")
+            applied = {key: value for key, value in applied.items() if key == info.subresource}
+            return {**applied, "metadata": {"resourceVersion": version}}
+        if info.resource.has_status:
+            applied.pop("status", None)
+        return applied
 
     def change(
         self,
@@ -254,32 +261,59 @@ class Registry:
         *,
         validate: bool = True,
     ) -> Object:
-        before, strategy = old["metadata"], self._strategies[resource.storage_key]
-        conflicts.check_update(resource, before, new["metadata"])
+        conflicts.check_update(resource, old["metadata"], new["metadata"])
+        new = self._default(resource, self._restore(resource, old, new, subresource))
+        if "generation" in old["metadata"]:
+            new["metadata"]["generation"] = system_fields.next_generation(resource, old, new)
+        return self._write(resource, old, new, options, subresource, owned, validate=validate)
+
+    def _restore(self, resource: Resource, old: Object, new: Object, subresource: str) -> Object:
+        """Return the update `new` with the fields of `old` that the request cannot change."""
         if subresource == "status":
-            new = {**old, "metadata": {**before}, "status": new.get("status", {})}
-        else:
-            if resource.has_status:
-                new.pop("status", None)
-                new |= {"status": old["status"]} if "status" in old else {}
-            system_fields.restore(resource, before, new["metadata"])
-            strategy.before_update(old, new)
-        new = self._default(resource, new)
-        metadata = new["metadata"]
-        metadata["resourceVersion"] = before["resourceVersion"]
-        if "generation" in before:
-            metadata["generation"] = system_fields.next_generation(resource, old, new)
+            return {**old, "metadata": {**old["metadata"]}, "status": new.get("status", {})}
+        if resource.has_status:
+            new.pop("status", None)
+            new |= {"status": old["status"]} if "status" in old else {}
+        system_fields.restore(resource, old["metadata"], new["metadata"])
+        self._strategies[resource.storage_key].before_update(old, new)
+        return new
+
+    def _write(
+        self,
+        resource: Resource,
+        old: Object | None,
+        new: Object,
+        options: WriteOptions,
+        subresource: str,
+        owned: server_side_apply.FieldSet | None,
+        *,
+        validate: bool = True,
+    ) -> Object:
+        """Validate `new`, record the owners of its fields and store it.
+
+        A terminating object is removed instead if the write removes its last finalizer.
+
+        Args:
+            old: the stored object. None: `new` is created.
+            owned: the fields that a server-side apply owns. None: any other write.
+        """
         if validate:
             self._validate(resource, new, old)
-        self._track(resource, old, new, options, subresource, owned)
+        operation = "Update" if owned is None else "Apply"
+        manager = server_side_apply.Manager(
+            options.manager, operation, resource.api_version, subresource
+        )
+        types = self.catalog.types(resource)
+        server_side_apply.track(old, new, manager, owned, types, timestamp())
         if options.dry_run or new == old:
             return new
         stored = self.store.put(resource.storage_key, new)
         if not subresource:
-            stored = strategy.after_write(stored)
-        if _is_released(before, metadata):
+            stored = self._strategies[resource.storage_key].after_write(stored)
+        metadata = stored["metadata"]
+        if old and is_released(old["metadata"], metadata):
             return self.store.remove(
-                resource.storage_key, metadata.get("namespace", ""), before["name"]
+                resource.storage_key, metadata.get("namespace", ""), metadata["name"]
             )
         return stored
 
@@ -337,32 +371,3 @@ class Registry:
             found += custom.schema.validate(new, old)
         if found:
             raise errors.invalid(resource, new["metadata"].get("name", ""), found)
-
-    def _track(
-        self,
-        resource: Resource,
-        old: Object | None,
-        new: Object,
-        options: WriteOptions,
-        subresource: str,
-        owned: server_side_apply.FieldSet | None,
-    ) -> None:
-        operation = "Update" if owned is None else "Apply"
-        manager = server_side_apply.Manager(
-            options.manager, operation, resource.api_version, subresource
-        )
-        types = self.catalog.types(resource)
-        server_side_apply.track(old, new, manager, owned, types, timestamp())
-
-
-def _is_released(before: Object, after: Object) -> bool:
-    """Return whether a write removed the last finalizer of a terminating object.
-
-    The result is False while the object has a grace period.
-    """
-    return bool(
-        before.get("finalizers")
-        and not after.get("finalizers")
-        and after.get("deletionTimestamp")
-        and not after.get("deletionGracePeriodSeconds")
-    )

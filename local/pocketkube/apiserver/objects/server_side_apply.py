@@ -4,11 +4,11 @@ A field set is a set of paths. A path is a tuple of the elements of Kubernetes' 
 - `f:name` for a key of a map,
 - `k:{...}` for an item of a keyed list,
 - `v:...` for a member of a set,
-- a last `.` for the item itself.
+- `.`, as the last element, for the item itself.
 
-`apply()` merges a manager's configuration into the live object. Fields that the manager no longer
-sets are removed. A change of a field that another manager owns is refused, unless the request is
-forced. `track()` records the owners after every write.
+`apply()` merges a manager's configuration into the live object. It removes the fields that only
+this manager owned and no longer sets. It refuses to change a field that another manager owns,
+unless the request is forced. `track()` records the owners after every write.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def apply(
         **{k: v for k, v in live["metadata"].items() if k in _UNTRACKED_METADATA},
     }
     others = frozenset().union(*owners.values()) if owners else frozenset()
-    # Remove list items before single fields. An item whose key field is removed could not be found.
+    # Remove list items before single fields, because an item is found by its key fields.
     for path in sorted(previously - owned - others, key=lambda path: (path[-1] != ".", len(path))):
         target = path[:-1] if path[-1] == "." else path
-        # The inside of an atomic field has no owner.
+        # Keep a field that is owned itself or contains an owned field.
         if not any(kept[: len(target)] == target for kept in owned | others):
             _remove(merged, path, types)
     if not force:
@@ -118,7 +118,7 @@ def track(
     Args:
         live: the object before the write; None for a new object.
         owned: the fields that `apply()` returned; None after any other write. With None, `manager`
-            becomes the owner of the changed fields.
+            keeps its fields and also owns the changed fields.
         now: the time of the write, in the format of the API.
     """
     before = leaves(_tracked(live), types) if live else {}
@@ -242,7 +242,7 @@ def _collect(
 
 
 def _key(item: Any, kind: FieldType, names: Path) -> str:
-    """Return the element of a path that names an item of the list at `names`."""
+    """Return the path element of `item`, which is in the keyed list at `names`."""
     where = ".".join(names)
     if not isinstance(item, dict):
         raise bad_request(
@@ -336,6 +336,7 @@ def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
 
 
 def _tracked(obj: Object) -> Object:
+    """Return `obj` without the fields that have no owner."""
     metadata = {
         key: value
         for key, value in (obj.get("metadata") or {}).items()

@@ -28,7 +28,7 @@ class Strategy:
         """Restore the fields of `new` that an update cannot change. `new` has no defaults yet."""
 
     def after_write(self, stored: Object) -> Object:
-        """Run the steps that follow the write of `stored`. Return the object as stored afterwards.
+        """Run the steps after the write of `stored`, and return the resulting stored object.
 
         The registry does not call this method after writes of subresources.
         """

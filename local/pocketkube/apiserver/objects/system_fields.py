@@ -39,13 +39,17 @@ def assign(resource: Resource, metadata: Object) -> None:
 
 
 def restore(resource: Resource, before: Object, metadata: Object) -> None:
-    """Give the metadata of an update the system fields of the stored metadata `before`.
+    """Restore the system fields in `metadata`, the metadata of an update.
+
+    Args:
+        before: the stored metadata.
 
     Raises:
         ApiError: 422, the update adds a finalizer to an object that is being deleted.
     """
     for name in (
         "uid",
+        "resourceVersion",
         "creationTimestamp",
         "deletionTimestamp",
         "deletionGracePeriodSeconds",
