@@ -83,7 +83,7 @@ def apply(
         target = path[:-1] if path[-1] == "." else path
         # Keep a field that is owned itself or contains an owned field.
         if not any(kept[: len(target)] == target for kept in owned | others):
-            _remove(merged, path, types)
+            merged = _remove(merged, path, types)
     if not force:
         before, after = leaves(_tracked(live), types), leaves(_tracked(merged), types)
         changed = {
@@ -296,8 +296,8 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
     return copy.deepcopy(applied)
 
 
-def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
-    """Delete the field at `path` from `obj`, and each map or list that becomes empty.
+def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> Object:
+    """Return `obj` without the field at `path`, and without each map or list that becomes empty.
 
     Maps and lists along the path are copied, because other objects may share them. For example:
 
@@ -330,9 +330,8 @@ def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
             for item in value
         ]
 
-    changed = without(obj, target, ())
-    obj.clear()
-    obj.update(changed)
+    result: Object = without(obj, target, ())
+    return result
 
 
 def _tracked(obj: Object) -> Object:

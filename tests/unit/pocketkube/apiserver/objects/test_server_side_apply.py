@@ -1,5 +1,7 @@
 """Server-side apply by several managers: ownership and content stay consistent."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,3 +71,20 @@ def test_applied_fields_are_stored_and_owned_by_their_managers(steps) -> None:
                 )
         for fields in _owners(after).values():
             assert fields <= {f"f:{key}" for key in stored}, "a missing field has an owner"
+
+
+def test_an_apply_without_a_status_removes_its_conditions_and_keeps_the_rest() -> None:
+    cluster = ClusterState("token", "127.96.0.0/24")
+    pod = RequestInfo(cluster.catalog.builtin("pods"), "default", "p")
+    body = {"apiVersion": "v1", "kind": "Pod"}
+    containers = [{"name": "c", "image": "i"}]
+    cluster.registry.patch(
+        pod, APPLY, {**body, "spec": {"containers": containers}}, WriteOptions("one")
+    )
+    cluster.store.put("pods", {**cluster.registry.stored(pod), "status": {}})
+    status = {"conditions": [{"type": "Ready", "status": "True"}]}
+    one = replace(pod, subresource="status")
+    cluster.registry.patch(one, APPLY, {**body, "status": status}, WriteOptions("one"))
+    after = cluster.registry.patch(one, APPLY, body, WriteOptions("one"))
+    assert after["status"] == {}
+    assert after["spec"]["containers"][0]["name"] == "c"
