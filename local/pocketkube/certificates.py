@@ -30,7 +30,7 @@ _AUTHORITY_USAGE = x509.KeyUsage(
 
 @dataclass(frozen=True)
 class Certificates:
-    """Paths of PEM files: the certificate of an authority, and certificates that it signed."""
+    """Paths of PEM files: a certificate authority, and a server and a client certificate."""
 
     authority: Path
     certificate: Path
@@ -55,7 +55,7 @@ def create_certificates(directory: Path, addresses: list[str]) -> Certificates:
     """Create an authority, and a server and a client certificate that the authority signed.
 
     The server certificate is valid for `addresses`, 127.0.0.1, `localhost` and
-    `kubernetes.default.svc`. The authority's key is not kept.
+    `kubernetes.default.svc`. The authority's key is not written to a file.
     """
     directory.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())

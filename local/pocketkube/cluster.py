@@ -1,7 +1,8 @@
 """The processes of a cluster: control plane, controllers, kubelet and proxy.
 
 These processes are children of the process that runs `LocalCluster`. When that process ends, the
-kernel sends SIGTERM or SIGKILL to them. A reaper process kills the pods when the kubelet ends.
+kernel ends its children with SIGTERM or SIGKILL. A reaper process kills the pods when the kubelet
+ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class LocalCluster:
         control_plane: "embedded" or "real".
         ingress_port: port of the Ingress proxy on 127.0.0.1; 0 picks a free one.
         node_name: name of the cluster's only node.
-        host_root: folder where the kubelet looks for the path of a hostPath volume, before `/`.
+        host_root: folder in which the kubelet first looks up the path of a hostPath volume. A path
+            that does not exist there, or any path if this is None, is looked up in `/`.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class LocalCluster:
         self._host_root = host_root
         self._children = Children(self.logs)
         self._components: dict[str, Component] = {}
-        #: Component -> delay in seconds before its last restart, and monotonic time of the restart.
+        #: Component -> delay in seconds before the last restart, and monotonic time of the restart.
         self._restarts: dict[str, tuple[float, float]] = {}
         #: Component that has ended -> monotonic time at which `heal()` noticed the end.
         self._ended_at: dict[str, float] = {}

@@ -14,9 +14,9 @@ from pocketkube.timestamps import timestamp
 logger = logging.getLogger(__name__)
 
 REPEAT_WINDOW_S = 600.0
-#: Longest message. The API server refuses longer ones.
+#: Maximum number of characters of a message. The API server refuses longer messages.
 MESSAGE_LIMIT = 1024
-#: Reasons of events of type Warning. The others are Normal.
+#: Reasons of events of type Warning. Events with any other reason have type Normal.
 WARNINGS = frozenset(
     {
         "BackOff",
@@ -60,7 +60,7 @@ class EventRecorder:
         field_path: str = "",
         api_version: str = "v1",
     ) -> None:
-        """Queue an event. Its type is Warning for a reason in `WARNINGS`, else Normal."""
+        """Queue an Event about `obj`, of type Warning for a reason in `WARNINGS`, else Normal."""
         metadata, when = obj["metadata"], timestamp()
         reference = {
             "kind": kind,

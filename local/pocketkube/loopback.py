@@ -35,7 +35,9 @@ def served_port(port: int) -> int:
 class LoopbackAddresses:
     """The addresses that this process has added to the loopback device.
 
-    A file records the addresses. If this process is killed, the next process removes them.
+    Args:
+        ledger: file that records the addresses. If this process is killed, `remove_stale()` of the
+            next process removes them.
     """
 
     def __init__(self, ledger: Path) -> None:

@@ -6,8 +6,8 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-#: Control plane -> range of the addresses of pods. Each cluster claims a part of the range. A real
-#: API server refuses addresses of 127/8 in Endpoints.
+#: Control plane -> range of the addresses of pods. Each cluster claims a part of the range. The
+#: range of "real" is outside 127/8, because kube-apiserver refuses addresses of 127/8 in Endpoints.
 POD_RANGES = {"embedded": "127.77.0.0/16", "real": "198.18.0.0/16"}
 #: Control plane -> range of the addresses of Services, of which each cluster claims a part.
 SERVICE_RANGES = {"embedded": "127.96.0.0/16", "real": "198.19.0.0/16"}
@@ -21,7 +21,7 @@ class NetworksInUseError(Exception):
 
 @dataclass(frozen=True)
 class Networks:
-    """The claimed ranges of 4096 addresses each, in CIDR notation.
+    """The two address ranges of one cluster, in CIDR notation. Each has 4096 addresses.
 
     Attributes:
         claim: a socket that holds the claim until `release()` or the end of the process.

@@ -31,7 +31,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
         if (end := _first_handed_out())
         else []
     )
-    candidates += [0] * count  # any ephemeral ports, if there are no others
+    candidates += [0] * count  # 0: the system assigns an ephemeral port
     found: list[int] = []
     with contextlib.ExitStack() as held:
         for port in candidates:
@@ -49,9 +49,9 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 
 def container_port(port: int | str, containers: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the number of the container port `port`, which is given by number or by name.
+    """Return the port number for `port`, a number or the name of a port of `containers`.
 
-    The names are those of the ports of `containers`. The result is None for an unknown name.
+    The result is None if no container has a port with that name.
     """
     if isinstance(port, int) or port.isdigit():
         return int(port)

@@ -29,7 +29,7 @@ def check_private_folder(folder: Path) -> None:
     if status.st_uid != os.geteuid():
         why = "the folder belongs to another user"
     elif status.st_mode & 0o022:
-        why = "other users may write to the folder (see chmod go-w)"
+        why = "other users may write to the folder; run chmod go-w on it"
     else:
         return
     raise PermissionError(errno.EPERM, why, str(folder))

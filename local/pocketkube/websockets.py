@@ -45,9 +45,9 @@ async def messages(socket: web.WebSocketResponse) -> AsyncIterator[bytes]:
 async def run_until_closed(
     socket: web.WebSocketResponse, receive: Awaitable[None], work: Awaitable[None]
 ) -> bool:
-    """Run `receive` and `work` until one ends or the client disconnects, then cancel the other.
+    """Run `receive` and `work` until one ends or the client disconnects, then cancel the rest.
 
-    `receive` ends when the client closes `socket`. If `work` has failed, raise its error.
+    `receive` must end when the client closes `socket`. If `work` has failed, raise its error.
 
     Returns:
         Whether `work` has ended.
@@ -68,9 +68,11 @@ async def run_until_closed(
 async def _heartbeat(socket: web.WebSocketResponse) -> None:
     """Send pongs without content until the client has disconnected.
 
-    A server reads nothing while it cannot forward the previous message. Such a server detects a
-    disconnected client only when it sends. A pong needs no answer (RFC 6455, section 5.5.3).
-    kubectl answers a ping only after its current write, which may wait until the server reads.
+    While this server waits to forward a message, it does not read from the client. Then only a
+    failed send shows that the client has disconnected.
+
+    A pong needs no answer (RFC 6455, section 5.5.3). A ping could stay unanswered: kubectl answers
+    only after its current write, and that write may wait until this server reads.
     """
     while True:
         await asyncio.sleep(HEARTBEAT_S)

@@ -15,6 +15,7 @@ from pocketkube.apiserver.resources import Object
 
 #: (storage, namespace, name).
 Key = tuple[str, str, str]
+#: Key of the index, from `_terms()`.
 Term = tuple[str, ...]
 EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
@@ -69,7 +70,7 @@ class Store:
     """All objects by storage key (`pods`, `deployments.apps`), then by namespace and name.
 
     Args:
-        window: number of events to keep per storage key, and of unsent events per watch.
+        window: number of events to keep per storage key. A watch with more unsent events is ended.
     """
 
     def __init__(self, window: int = DEFAULT_WINDOW) -> None:
@@ -121,7 +122,8 @@ class Store:
 
         Args:
             namespace: empty for all namespaces.
-            labels: labels (key, value) that every matching object has. They speed up the search.
+            labels: labels (key, value) that `matches` requires. With labels, the search uses the
+                index instead of all objects.
         """
         candidates: Mapping[Any, Object] = self._collections[storage].objects
         candidates = min(

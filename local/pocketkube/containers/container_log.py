@@ -72,7 +72,7 @@ class ContainerLog:
         await wait_up_to(timeout_s, self._changed)
 
     def tail(self, max_bytes: int = 2048) -> str:
-        """Return the end of the log as text, at most 80 lines, for a termination message."""
+        """Return the end of the log as text: at most 80 lines, and at most `max_bytes` bytes."""
         lines = deque([*_read(rotated(self.path)), *_read(self.path)], maxlen=80)
         return b"".join(content for _, content in lines)[-max_bytes:].decode("utf-8", "replace")
 

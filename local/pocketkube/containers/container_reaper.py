@@ -3,7 +3,7 @@
 The kubelet starts the reaper as `python -I -S container_reaper.py MARKER`, and writes to its
 standard input. The line `+123` adds session 123, and the line `-123` removes the session. When
 standard input closes, the reaper kills all processes of the added sessions. It also kills all
-processes with MARKER in their environment.
+processes with MARKER, a text of the form NAME=value, in their environment.
 
 This module imports only the standard library, so that the reaper starts fast.
 """

@@ -53,7 +53,7 @@ class Dependencies:
     refresh_s: float
     #: The node's address.
     host_ip: str
-    #: Folder where the paths of hostPath volumes are looked up before `/`.
+    #: Folder in which the path of a hostPath volume is first looked up, before `/`; None: only `/`.
     host_root: Path | None
 
 
@@ -95,7 +95,7 @@ class ContainerRunner:
 
     @property
     def process(self) -> ContainerProcess | None:
-        """The running instance; None between two instances."""
+        """The process of the running instance; None while no instance runs."""
         return self._process if self._process is not None and self._process.is_running else None
 
     async def run(self) -> None:
@@ -282,8 +282,8 @@ class ContainerRunner:
         deadline = asyncio.get_running_loop().time() + grace_s
         self.state.ready = False
         self._context.changed()
-        # A probe runs this code, and the end of the instance cancels the probe. The shield lets
-        # the termination continue.
+        # This code runs in the task of the probes, which is cancelled when the instance ends.
+        # shield() lets the termination continue.
         await asyncio.shield(
             self._terminate(process, f"Container {self.container['name']} {why}", lambda: deadline)
         )
@@ -293,7 +293,7 @@ class ContainerRunner:
     ) -> None:
         """Send SIGTERM to `process`, and kill it if it still runs at `deadline()`.
 
-        `deadline()` returns an event-loop time, which may change.
+        `deadline()` returns an event-loop time. A later call may return an earlier time.
         """
         loop = asyncio.get_running_loop()
         self._event("Killing", why)

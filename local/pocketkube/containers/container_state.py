@@ -42,9 +42,9 @@ class ContainerState:
     last: Terminated | None = None
     restart_count: int = 0
     container_id: str = ""
-    #: The startup probe passed, or there is none.
+    #: Whether the container runs and has passed its startup probe, if it has one.
     started: bool = False
-    #: The readiness probe passes, or there is none.
+    #: Whether the container runs and passes its readiness probe, if it has one.
     ready: bool = False
 
     @property

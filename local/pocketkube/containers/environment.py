@@ -19,7 +19,7 @@ from baton_kube.client import Object
 #: the API server does not answer or refuses the request.
 Lookup = Callable[[str, str, str], Awaitable[Object | None]]
 
-#: Variables of the kubelet that containers inherit: where libraries and caches are.
+#: Environment variables of the kubelet that containers inherit: paths of libraries, caches etc.
 INHERITED = (
     "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES",
@@ -44,7 +44,10 @@ class ConfigError(Exception):
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` in `text` by the variable's value, and `$$` by `$`. Keep unknown names."""
+    """Replace `$(NAME)` in `text` by the variable's value, and `$$` by `$`.
+
+    If there is no variable NAME, `$(NAME)` stays as it is.
+    """
 
     def replace(match: re.Match[str]) -> str:
         body = match.group(1)
@@ -57,7 +60,7 @@ def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
     """Return the container's command and arguments, with `$(NAME)` replaced.
 
     Raises:
-        ConfigError: the container has no command. Images are ignored.
+        ConfigError: the container has no command. The entrypoint of its image is not used.
     """
     if not container.get("command"):
         raise ConfigError(
@@ -157,7 +160,9 @@ async def read_data(
 ) -> dict[str, bytes]:
     """Return the data of a ConfigMap or Secret: key -> content.
 
-    The result is empty if the object is missing and `reference` is optional.
+    Args:
+        reference: the field that refers to the object. With `optional: true`, the result for a
+            missing object is empty.
 
     Raises:
         ConfigError: the object is missing and not optional, or cannot be read.

@@ -33,7 +33,7 @@ _PIPE_BYTES = 65536
 
 @dataclass(frozen=True)
 class ExecStreams:
-    """The streams that the client wants. With `tty`, stdout has all output."""
+    """The streams that the client has requested. With `tty`, stdout also carries stderr."""
 
     stdin: bool = False
     stdout: bool = False
@@ -95,14 +95,15 @@ class ExecProcess:
 
     @property
     def outputs(self) -> list[str]:
-        """The names of the outputs: "stdout" and "stderr", or those of them that are wanted."""
+        """The names of the outputs that can be read: "stdout", "stderr", both or none."""
         return list(self._outputs)
 
     async def read(self, output: str) -> AsyncIterator[bytes]:
         """Yield the bytes of an output until its end.
 
-        From `_DRAIN_S` after the end of the command, yield at most `_PIPE_BYTES` more. A pipe holds
-        no more of the command's own output, and the children of the command may write forever.
+        Once `_DRAIN_S` have passed since the end of the command, yield at most `_PIPE_BYTES` more
+        bytes. A pipe cannot hold more of the command's own output, and children of the command may
+        write without end.
         """
         fd, left = self._outputs[output].fileno(), _PIPE_BYTES
         while left > 0 and (data := await self._read(fd)):
@@ -163,7 +164,7 @@ class ExecProcess:
             remove(fd)
 
     def close_stdin(self) -> None:
-        """Close standard input. A terminal has no end, so this has no effect on it."""
+        """Close standard input. No effect with a terminal, whose input cannot be closed alone."""
         if self._stdin is not None and self._terminal is None:
             self._stdin.close()
 
@@ -183,7 +184,8 @@ class ExecProcess:
         for pipe in self._pipes:
             pipe.close()
         if not self._exited.is_set():
-            # Kill the processes also if the caller is cancelled before a thread is free.
+            # With shield(), the processes are also killed if the caller is cancelled while
+            # kill_all() waits for a free thread.
             await asyncio.shield(
                 asyncio.to_thread(kill_all, {self._popen.pid}, self._marker, KILL_S)
             )
@@ -197,7 +199,7 @@ class ExecProcess:
 def _spawn_in_terminal(
     argv: list[str], environment: dict[str, str], cwd: Path
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Start a command in a new terminal. Return also the master side of the terminal."""
+    """Start a command in a new terminal. Return the process and the terminal's master side."""
     master, slave = os.openpty()
     terminal = open(master, "r+b", buffering=0)  # noqa: SIM115 - closed in close()
     try:

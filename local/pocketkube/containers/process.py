@@ -26,10 +26,10 @@ from pocketkube.private_files import create_private_folder
 
 logger = logging.getLogger(__name__)
 
-#: In the environment of all processes of containers.
+#: Environment variables of all processes of containers: the id of the kubelet, the container's id.
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
-#: In the environment of commands that `kubectl exec` runs in a container.
+#: Environment variable of commands that `kubectl exec` runs in a container: an id per command.
 EXEC_MARKER = "POCKETKUBE_EXEC_ID"
 #: Prefix of container ids in the status of pods.
 RUNTIME = "process://"
@@ -113,7 +113,7 @@ class ContainerReaper:
             except TimeoutError:
                 logger.warning(
                     "the container reaper (process %d) is still killing processes after %g s; the "
-                    "next kubelet waits for its end",
+                    "next kubelet waits until the reaper has ended",
                     self._process.pid,
                     timeout_s,
                 )
@@ -149,7 +149,7 @@ class ContainerReaper:
         assert self._process.stdin is not None
         if self._stopping:  # the reaper is killing everything
             return
-        # After the end of a reaper, _on_reaper_exit() sends all sessions to the next one.
+        # After the end of a reaper, _on_reaper_exit() sends all sessions to the next reaper.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
@@ -285,7 +285,7 @@ def spawn(
     """Start a command as the leader of a new session. The end of the kubelet kills it.
 
     Args:
-        in_terminal: make the terminal `stdin` the terminal of the session.
+        in_terminal: `stdin` is a terminal, which becomes the session's controlling terminal.
 
     Raises:
         StartError: the command was not found or could not be started.

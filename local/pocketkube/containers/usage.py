@@ -42,7 +42,7 @@ def container_usage() -> dict[str, ResourceUsage]:
 
 
 def machine_usage() -> ResourceUsage:
-    """Return the usage of this machine: of all CPUs, and the memory that is not available."""
+    """Return the CPU time of all CPUs since the boot, and the memory that is not available."""
     cpu = Path("/proc/stat").read_text().partition("\n")[0].split()
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(text) for text in cpu[1:9])
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())

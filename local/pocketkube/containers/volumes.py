@@ -49,9 +49,11 @@ class _Token:
 
 
 def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
-    """Return the pod with a token volume that is mounted in every container without a token mount.
+    """Return the pod with a service account token mounted in every container.
 
-    API servers since Kubernetes 1.21 add this volume on admission.
+    Containers that have a mount at `TOKEN_PATH` already stay as they are. With
+    `automountServiceAccountToken: false`, no volume is added. API servers since Kubernetes 1.21 add
+    this volume on admission.
 
     Args:
         pod: the pod, which is not changed.
@@ -165,8 +167,8 @@ class PodVolumes:
             # Mounts are links. A mount inside another mount is a link in the folder of the volume.
             if above is not None and (above == path or mounted[above] not in own):
                 raise MountError(
-                    f"mountPath {path} lies inside mountPath {above}, "
-                    "which is not a volume that belongs to the pod alone"
+                    f"mountPath {path} lies inside mountPath {above}; only a volume that belongs "
+                    "to the pod alone, such as an emptyDir, can contain other mounts"
                 )
             mounted[path] = mount["name"]
             link = in_root(root, path)

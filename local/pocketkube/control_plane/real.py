@@ -2,8 +2,9 @@
 
 The binaries come from `KUBEBUILDER_ASSETS`, or from the cache that `make control-plane` fills. Any
 Kubernetes from 1.20 on works. All processes listen on 127.0.0.1. They end when the thread that
-started them ends. etcd accepts only clients with a certificate, whose key only the user of this
-process can read. Use this control plane for development and tests only.
+started them ends. etcd accepts only clients with a certificate of the cluster's authority. Only the
+user of this process can read the key of such a certificate. Use this control plane for development
+and tests only.
 
 `python -m pocketkube.control_plane.real --state-dir D` runs a control plane until SIGTERM or
 SIGINT. `D/kubeconfig` appears when the control plane is ready.
@@ -184,7 +185,8 @@ class RealControlPlane:
             f"--peer-trusted-ca-file={certificate.authority}",
             f"--peer-cert-file={certificate.certificate}",
             f"--peer-key-file={certificate.key}",
-            # The gateway would connect to etcd with the server's certificate, which is refused.
+            # etcd's gRPC gateway would connect with the server certificate. etcd refuses this,
+            # because it is not a client certificate.
             "--enable-grpc-gateway=false",
         )
 
@@ -269,9 +271,9 @@ class RealControlPlane:
         self._children.start(name, [str(self._assets / name), *arguments], environment)
 
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
-        """Return the flag with which the binary `name` does not open its insecure port.
+        """Return the flag that disables the insecure port of the binary `name`.
 
-        The result is empty for versions from 1.23 on.
+        The result is empty for versions from 1.23 on, which have no insecure port.
         """
         command = [str(self._assets / name), "--version"]
         version = _numbers(

@@ -21,7 +21,7 @@ REVISION = "deployment.kubernetes.io/revision"
 class DeploymentPlan:
     """The next step of a Deployment's rollout."""
 
-    #: The ReplicaSet to create for the current pod template; None if it exists.
+    #: The ReplicaSet to create for the current pod template; None to create none.
     create: Object | None = None
     #: New sizes: ReplicaSet name -> replicas.
     scale: dict[str, int] = field(default_factory=dict)
@@ -175,7 +175,8 @@ def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[
     minimum = desired_replicas(deployment) - max_unavailable
     by_age = sorted((rs for rs in old if desired_replicas(rs) > 0), key=_revision)
     sizes = {_name(rs): desired_replicas(rs) for rs in by_age}
-    # Remove unavailable pods, while `minimum` pods stay: all old ones and the available new ones.
+    # Remove unavailable pods while at least `minimum` pods stay. Only available pods of the new
+    # ReplicaSet count, but all pods of the old ReplicaSets.
     spare = max(sum(sizes.values()) + _available(new) - minimum, 0)
     for rs in by_age:
         step = min(max(sizes[_name(rs)] - _available(rs), 0), spare)

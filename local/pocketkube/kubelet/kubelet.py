@@ -41,7 +41,7 @@ class KubeletConfig:
     state_dir: Path
     node_name: str
     address_pool: str
-    #: Folder where the paths of hostPath volumes are looked up before `/`.
+    #: Folder in which the path of a hostPath volume is first looked up, before `/`; None: only `/`.
     host_root: Path | None
     backoff: BackoffPolicy
     #: Interval at which configMap, secret and token files are refreshed.

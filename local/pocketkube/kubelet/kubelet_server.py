@@ -1,7 +1,7 @@
 """The kubelet's HTTPS server, for `kubectl logs`, `exec`, `attach`, `port-forward` and `top`.
 
 The API server connects clients with this server. The paths and parameters are those of a kubelet.
-The API server must show a client certificate of the cluster's authority.
+The API server must present a client certificate that the cluster's authority has signed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class KubeletServer:
         app.router.add_get("/attach/{namespace}/{pod}/{container}", self._attach)
         app.router.add_get("/portForward/{namespace}/{pod}", self._port_forward)
         app.router.add_get("/stats/summary", self._stats)
-        # A disconnect cancels the handler, which otherwise waits for the container's next line.
+        # A disconnect cancels the handler. Without this, a handler that follows a log
+        # would wait for the container's next line.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )

@@ -79,7 +79,10 @@ class Node:
         await self.write_status(ready=True)
 
     async def run(self) -> None:
-        """Renew the lease every `LEASE_RENEW_S`, and write the status less often. Never returns."""
+        """Renew the lease every `LEASE_RENEW_S` until cancelled.
+
+        Every `STATUS_EVERY`th renewal also writes the node's status.
+        """
         beat = 0
         while True:
             try:

@@ -56,7 +56,7 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Return `address` to the pool, unless it is free or empty.
+        """Return `address` to the pool. No effect if `address` is free already, or an empty text.
 
         All processes that used the address must have ended.
         """

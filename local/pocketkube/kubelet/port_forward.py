@@ -28,11 +28,11 @@ CHANNELS = "v4.channel.k8s.io"
 PROTOCOLS = (SPDY, CHANNELS)
 
 _READ_BYTES = 32768
-#: Bytes of the client that wait for the pod, per connection. More bytes stop the WebSocket, because
-#: kubectl has no flow control per connection.
+#: Maximum number of the client's bytes that wait until the pod reads them, per connection. Beyond
+#: it, no message of the WebSocket is read: kubectl has no flow control per connection.
 _WAITING_BYTES = 2**22
 #: Maximum wait for a pod that does not accept a connection or does not read. The other connections
-#: of the WebSocket also wait.
+#: of the WebSocket wait for the same time.
 _STALL_S = 5.0
 
 #: Sends bytes to the client.
@@ -40,11 +40,14 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 async def forward_ports(socket: web.WebSocketResponse, address: str, ports: list[int]) -> None:
-    """Forward until the client closes `socket`.
+    """Forward between `socket` and the pod until the client closes `socket`.
+
+    With channels, forwarding also ends when the pod has closed all connections.
 
     Args:
         address: the pod's address.
-        ports: the ports of the channels. With SPDY, each stream has its port.
+        ports: the pod's port for each pair of channels. Not used with SPDY, because there the
+            headers of each stream contain the port.
     """
     if socket.ws_protocol == SPDY:
         await _SpdyForward(socket, address).run()
@@ -56,7 +59,7 @@ class _Connection:
     """A connection to a port of the pod.
 
     Attributes:
-        has_stalled: whether the connection was reset, because the pod did not read.
+        has_stalled: whether the connection was reset because the pod did not read.
     """
 
     def __init__(self, address: str, port: int, send: Send) -> None:
@@ -70,7 +73,7 @@ class _Connection:
         self.has_stalled = False
 
     async def put(self, data: bytes | None) -> None:
-        """Send bytes to the pod; None ends them. Bytes after their end are dropped.
+        """Send bytes to the pod. None closes the pod's input, and bytes after None are dropped.
 
         Wait while the pod does not read. Reset the connection after `_STALL_S` without a read.
         """
@@ -120,7 +123,7 @@ class _Connection:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close a connection with a TCP reset, so that the pod does not take its input for complete."""
+    """Close a connection with a TCP reset, so that the pod does not treat its input as complete."""
     linger = struct.pack("ii", 1, 0)
     writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, linger)
     writer.transport.abort()
@@ -157,7 +160,7 @@ async def _forward_channels(socket: web.WebSocketResponse, address: str, ports: 
 
 @dataclass(frozen=True)
 class _Streams:
-    """A connection with its two streams, and the task that runs it."""
+    """A connection, the id of its stream for errors, and the task that runs the connection."""
 
     connection: _Connection
     errors: int
@@ -177,7 +180,7 @@ class _SpdyForward:
         self._encoder = spdy.FrameEncoder()
         #: Request id -> stream of errors, until the stream of data is open.
         self._error_streams: dict[str, int] = {}
-        #: Data stream id -> streams of the connection.
+        #: Id of the stream for data -> its connection, stream for errors and task.
         self._streams: dict[int, _Streams] = {}
 
     async def run(self) -> None:
@@ -203,7 +206,7 @@ class _SpdyForward:
         await asyncio.shield(self._socket.send_bytes(self._encoder.encode(frame)))
 
     async def _receive(self, frame: spdy.Frame) -> None:
-        """Open, feed or end a stream, or answer a Ping, as the client's frame requests.
+        """Handle a frame of the client: open a stream, forward its data, end it, or answer a Ping.
 
         Raises:
             SpdyError: the frame opens a stream without valid headers.
@@ -218,7 +221,7 @@ class _SpdyForward:
                     await streams.connection.put(None)
             case spdy.RstStream(stream) if streams := self._streams.pop(stream, None):
                 streams.task.cancel()
-                # kubectl waits for the end of this stream.
+                # kubectl waits for the end of the stream for errors.
                 await self._send(spdy.Data(streams.errors, b"", fin=True))
             case spdy.PingFrame():
                 await self._send(frame)
@@ -242,9 +245,9 @@ class _SpdyForward:
         message = await connection.run()
         end: spdy.Frame = spdy.Data(stream, b"", fin=True)
         if connection.has_stalled:
-            # A message would end kubectl with all its connections.
+            # On an error message, kubectl would end with all its connections.
             logger.warning(
-                "port-forward resets a connection whose client does not read: %s", message
+                "port-forward resets a connection because the pod does not read: %s", message
             )
             message, end = "", spdy.RstStream(stream, spdy.CANCEL)
         with contextlib.suppress(ConnectionError):  # the client has disconnected

@@ -193,7 +193,9 @@ class FrameDecoder:
                 yield Data(first, body, fin)
                 continue
             if first >> 16 != _CONTROL | _VERSION:
-                raise SpdyError(f"SPDY version {first >> 16 & 0x7FFF}; the only one is {_VERSION}")
+                raise SpdyError(
+                    f"SPDY version {first >> 16 & 0x7FFF}; only {_VERSION} is supported"
+                )
             if (frame := self._control(first & 0xFFFF, body, fin)) is not None:
                 yield frame
 

@@ -38,7 +38,7 @@ async def measure(node_name: str, workers: Iterable[PodWorker]) -> Object:
 
 
 def _usage(before: ResourceUsage, after: ResourceUsage, elapsed_s: float) -> Object:
-    # The CPU time of processes that have ended is missing in `after`.
+    # max(): `after` lacks the CPU time of processes that have ended, and may be less than `before`.
     nanocores = max(after.cpu_s - before.cpu_s, 0.0) / elapsed_s * 1e9
     now = timestamp()
     return {

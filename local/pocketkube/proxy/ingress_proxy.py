@@ -89,7 +89,7 @@ class IngressProxy:
             try:
                 await web.TCPSite(runner, address, port, backlog=1024).start()
                 bound = runner.addresses[0][1]
-                logger.info("ingress listens on http://%s:%d", address, bound)
+                logger.info("the Ingress proxy listens on http://%s:%d", address, bound)
                 await self._follow(address, bound)
             finally:
                 await runner.cleanup()

@@ -20,7 +20,7 @@ from pocketkube.proxy.service_routes import Endpoint, endpoints
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0  # after this time, the next pod is tried
-RESYNC_S = 15.0  # interval at which failed steps are tried again without an event
+RESYNC_S = 15.0  # longest wait before a failed step is tried again
 _CHUNK = 65536
 
 
@@ -115,7 +115,7 @@ class ServiceProxy:
                 accept, address, port, backlog=1024
             )
             if port != endpoint[1]:
-                message = f"only root can use {address}:{endpoint[1]}; use port {port} instead"
+                message = f"only root can bind {address}:{endpoint[1]}; use port {port} instead"
                 self._events.record(service, "Service", "PortMoved", message)
         except OSError as error:
             message = f"cannot listen on {endpoint[0]}:{endpoint[1]}: {error}"

@@ -1,4 +1,4 @@
-"""Optimistic concurrency: check that resourceVersion and uid of a request are the stored ones."""
+"""Optimistic concurrency: check that resourceVersion and uid of a request match the object."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ class DeleteOptions:
     grace_period_s: int | None = None
     #: Background, Foreground or Orphan.
     propagation: str = "Background"
+    #: Preconditions: uid and resourceVersion that the object must have; empty for any.
     uid: str = ""
     resource_version: str = ""
     dry_run: bool = False
@@ -39,8 +40,8 @@ class Deletion:
         """Remove the object that `info` names, or mark the object as terminating.
 
         An object with finalizers or a grace period is marked, and so is a Namespace. All other
-        objects are removed. A CRD always gets a finalizer. An object with dependents gets one in a
-        foreground deletion.
+        objects are removed. A CRD always gets a finalizer, and so does an object with dependents in
+        a foreground deletion.
 
         Returns:
             (the object's last state, whether it was removed). A dry run changes nothing.

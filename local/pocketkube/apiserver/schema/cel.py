@@ -1,8 +1,8 @@
 """Compile the CEL rules of a schema (`x-kubernetes-validations`), and evaluate them on writes.
 
 In a rule, `self` is the value to validate. A rule with `oldSelf` is a transition rule. It runs only
-if an old value exists. Other rules are skipped for a value that the write does not change, as in
-the validation ratcheting of Kubernetes.
+if an old value exists, or if the rule has `optionalOldSelf`. A rule without `oldSelf` is skipped
+for a value that the write does not change, as in the validation ratcheting of Kubernetes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Rules:
             if rule.program.evaluate(names):
                 return
             if rule.message_program:
-                # If the message expression fails, the message is the plain one, as in Kubernetes.
+                # If the message expression fails, `rule.message` is used, as in Kubernetes.
                 with contextlib.suppress(celpy.CELEvalError):
                     message = str(rule.message_program.evaluate(names))
         except celpy.CELEvalError as error:

@@ -25,8 +25,10 @@ class FieldType:
 
     kind: Literal["granular", "atomic", "set", "map"]
     keys: tuple[str, ...] = ()
-    #: Merge key of strategic merge patches. If empty, the list is replaced as a whole.
+    #: Merge key of strategic merge patches. If empty, the list is replaced as a whole. With
+    #: "$primitive", the items are scalars, and a patch appends the scalars that are missing.
     merge_key: str = ""
+    #: Key -> value for items that lack the key.
     key_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 

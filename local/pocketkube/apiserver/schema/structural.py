@@ -49,7 +49,7 @@ class StructuralSchema:
         self.rules = Rules(schema)
 
     def prune(self, obj: Object) -> tuple[Object, list[str]]:
-        """Return the object without fields that the schema lacks, and the paths of those fields."""
+        """Return the object without fields that the schema lacks, and the removed fields' paths."""
         unknown: list[str] = []
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 
@@ -136,7 +136,7 @@ def _has_type(value: Any, schema: Schema) -> bool:
 
 
 def _validate(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
-    """Yield an error for each part of `schema` that `value`, the field at `path`, breaks."""
+    """Yield an error for each constraint of `schema` that the field at `path` violates."""
     if value is None and schema.get("nullable"):
         return
     if not _has_type(value, schema):
@@ -197,7 +197,7 @@ def _validate_number(value: float, schema: Schema, path: str) -> Iterator[FieldE
 def _validate_length(
     value: list[Any] | Object, what: str, schema: Schema, path: str
 ) -> Iterator[FieldError]:
-    """Check the number of the `items` of a list, or of the `properties` of an object."""
+    """Check the size of `value`. `what` is "items" for a list, "properties" for an object."""
     if (limit := schema.get(f"max{what.title()}")) is not None and len(value) > limit:
         message = f"Too many: {len(value)}: must have at most {limit} items"
         yield FieldError(path, "FieldValueTooMany", message)

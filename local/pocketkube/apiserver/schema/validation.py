@@ -147,7 +147,7 @@ def _container(
     """Yield the errors of a container.
 
     Args:
-        names: the names of the previous containers. The name of a valid container is added.
+        names: the names of the previous containers. This container's name is added if it is valid.
         volumes: the names of the pod's volumes.
     """
     yield from _unique_label(container.get("name", ""), f"{path}.name", names)
@@ -257,7 +257,7 @@ _SPEC_CHECKS: dict[str, Callable[[Object], Iterator[FieldError]]] = {
 
 
 def _immutable(kind: str, obj: Object, old: Object) -> Iterator[FieldError]:
-    """Yield an error for a field that an update cannot change."""
+    """Yield the errors of an update that changes an immutable field."""
     spec, old_spec = obj.get("spec") or {}, old.get("spec") or {}
     match kind:
         case "Deployment" | "ReplicaSet" if spec.get("selector") != old_spec.get("selector"):

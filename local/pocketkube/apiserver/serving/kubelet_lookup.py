@@ -31,7 +31,8 @@ def locate(pod: Object, registry: Registry) -> KubeletLocation:
     """Find the kubelet that runs `pod`.
 
     Raises:
-        ApiError: 400, the pod is bound to no node; 502, the node has no address or port.
+        ApiError: 400, the pod is bound to no node; 404, the Node object does not exist; 502, it
+            has no address or port.
     """
     node_name = pod["spec"].get("nodeName")
     if not node_name:

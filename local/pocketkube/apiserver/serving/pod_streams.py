@@ -107,6 +107,6 @@ async def _closing(upstream: aiohttp.ClientWebSocketResponse) -> AsyncIterator[N
     try:
         yield
     finally:
-        with contextlib.suppress(TimeoutError):  # the connection is closed
+        with contextlib.suppress(TimeoutError):  # the timeout also closes the connection
             async with asyncio.timeout(_CLOSE_S):
                 await upstream.close()

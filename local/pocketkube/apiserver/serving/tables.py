@@ -260,7 +260,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def _custom_column(declared: Object) -> Column:
-    """Return the column of an entry of `additionalPrinterColumns`."""
+    """Build the column for an entry of `additionalPrinterColumns`."""
     kind = declared.get("type", "string")
 
     def cell(obj: Object) -> Any:

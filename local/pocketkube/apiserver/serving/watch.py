@@ -33,7 +33,7 @@ class Selection:
     matches: Predicate
     #: Formats the objects as tables. None: the client requested no tables.
     printer: TablePrinter | None
-    #: As in `TablePrinter.table`.
+    #: What a table row has in addition to its cells: "None", "Metadata" or "Object".
     include: str
 
 
@@ -81,8 +81,8 @@ async def watch(
 ) -> web.StreamResponse:
     """Serve a watch, and return its response.
 
-    The watch ends after `timeoutSeconds` of the request, a disconnect of the client or the removal
-    of the watched kind.
+    The watch ends after the request's `timeoutSeconds`, or when the client disconnects or reads too
+    slowly, or when the watched kind is removed.
     """
     query = request.query
     since = query.get("resourceVersion", "")
@@ -160,8 +160,8 @@ def _seen_as(event: StoreEvent, chosen: Selection) -> tuple[str, Object] | None:
     """Return the (type, object) that the watch sends for `event`; None to send nothing.
 
     In a watch with a selector, an object that starts to match is ADDED, and an object that stops
-    matching is DELETED. That DELETED event has the last state that matched, with the resource
-    version of the change.
+    matching is DELETED. The object in that DELETED event is its last matching state, with the
+    resource version of the change.
     """
     if chosen.namespace and event.namespace != chosen.namespace:
         return None
