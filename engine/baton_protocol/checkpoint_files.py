@@ -1,7 +1,7 @@
 """Reads files of a checkpoint's folder, which is untrusted.
 
-A name, a link, the size or the content of a file must not lead a reader out of the folder, block
-the reader, or use memory without a bound.
+Whatever a file's name, link, size or content is, these functions read only inside the folder, do
+not block, and use bounded memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, BinaryIO
 MAX_CONFIG_BYTES = 2**24
 #: Limit on tokenizer.json. The largest known files have some 35 MB.
 MAX_TOKENIZER_BYTES = 2**27
-#: Limit on token ids. Tables of tokens are as long as the largest id.
+#: Limit on token ids, because a table of tokens has an entry for each id up to the largest.
 MAX_TOKEN_ID = 2**22
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
     """Open a regular file of a checkpoint's folder.
 
-    A link may lead to another file in the folder. If the folder is a snapshot in a cache of
-    `huggingface_hub` (`snapshots/<commit>`) or below one, a link may also lead to a file in the
-    cache's `blobs`.
+    A link may lead to another file in the folder. If the folder is a snapshot of a
+    `huggingface_hub` cache (`snapshots/<commit>`), or lies below a snapshot, a link may also lead
+    to the cache's `blobs`.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -45,7 +45,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
             )
         if not target.is_file():  # opening a device can have an effect
             raise ValueError(f"{path} is not a regular file")
-        # Another process may replace the file, or a folder on the way to it, during these checks.
+        # During these checks, another process may replace the file or one of its parent folders.
         fd = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         file = os.fdopen(fd, "rb")
         opened = os.readlink(path_of(file))

@@ -24,8 +24,8 @@ frame a message has three frames, in both directions:
                                       <- DEAD       Dead                 the engine loop failed
                                       <- KV_EVENTS  KVEventBatch         to subscribers
 
-An engine refuses a message with the instance id of another engine. So a message for a dead process
-never reaches its successor.
+An engine refuses a message with the instance id of another instance. So a restarted engine never
+handles a message for the process before it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Dead(_Wire):
 
 
 class KVSide(enum.IntEnum):
-    """The part of an engine in the KV hand-off of a request."""
+    """The role of an engine in the KV hand-off of a request."""
 
     #: Compute the prompt, and keep the blocks for the peer.
     PRODUCE = 0
@@ -272,7 +272,7 @@ class RoutedExperts(_Wire):
 
     @staticmethod
     def join(parts: Sequence[RoutedExperts]) -> RoutedExperts | None:
-        """Return the experts of consecutive tokens as one. None without parts."""
+        """Join parts of consecutive tokens into one. Return None if `parts` is empty."""
         if len(parts) <= 1:
             return parts[0] if parts else None
         _, num_layers, num_experts = parts[0].shape

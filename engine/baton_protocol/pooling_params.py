@@ -26,9 +26,9 @@ class Task(enum.StrEnum):
 class PairFormat(enum.StrEnum):
     """How two texts become the prompt of a classifier."""
 
-    #: As the tokenizer joins them, with its special tokens.
+    #: The tokenizer joins the texts with its special tokens.
     TOKENIZER = "tokenizer"
-    #: Qwen3-Reranker's conversation.
+    #: The chat format of Qwen3-Reranker.
     QWEN3_RERANKER = "qwen3_reranker"
 
 
@@ -40,8 +40,8 @@ class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     dimensions: int | None = None
     #: Whether the vector is divided by its Euclidean norm. None: as the checkpoint says.
     normalize: bool | None = None
-    #: Position of the first token of the second text of a pair, for a model with embeddings of both
-    #: texts. None: the prompt is one text.
+    #: Position of the first token of the second text of a pair, for a model with token-type
+    #: embeddings (BERT). None: all tokens have type 0.
     second_text_start: int | None = None
 
     def validate(self, task: Task, hidden_size: int) -> None:
@@ -66,13 +66,13 @@ class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
             )
 
 
-#: The sampling parameters of all requests with `PoolingParams`. The result takes the place of the
-#: first token, and no other token follows.
+#: The sampling parameters of all requests with `PoolingParams`. The vector takes the place of the
+#: first token, and the request ends with it.
 NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def dot(first: bytes, second: bytes) -> float:
-    """Return the dot product of two results, which is the cosine of normalized vectors."""
+    """Return the dot product of two packed vectors, which is the cosine if both are normalized."""
     return math.fsum(map(operator.mul, unpack_vector(first), unpack_vector(second)))
 
 

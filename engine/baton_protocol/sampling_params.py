@@ -212,7 +212,7 @@ class SamplingParams(_Params):
             if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
                 raise ValueError(
                     f"bad_words_token_ids must be words of 1 to {MAX_BAD_WORD_LENGTH} token ids, "
-                    f"got one of {len(word)}"
+                    f"got a word of {len(word)}"
                 )
 
     def _validate_beam_search(self) -> None:

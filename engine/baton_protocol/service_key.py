@@ -5,7 +5,7 @@ pods. No process sends the key itself. Processes use derived secrets:
 
     ZMQ sockets        CURVE, with one derived key pair for servers and one for clients
     HTTP admin         on every request that changes something, `Authorization: Bearer <derived>`,
-                       or a signature of the request, which is of no use to another receiver
+                       or a signature, which is valid only for this request and this receiver
     KV handshake,      HMAC proofs over nonces, with a secret derived for this purpose
     rendezvous store
 
@@ -37,7 +37,7 @@ HANDSHAKE_FAILED = (
 )
 
 
-#: A signed request is valid for this long. The clocks of sender and receiver may differ as much.
+#: Largest difference in seconds between the time in a signature and the receiver's clock.
 SIGNATURE_LIFETIME_S = 300.0
 _SIGNED = "Baton-Signature"
 

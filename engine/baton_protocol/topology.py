@@ -63,7 +63,7 @@ class Generation(_Wire, frozen=True):
     #: In rank order.
     members: tuple[TopologyMember, ...]
     placement: Placement
-    #: Address of the rendezvous store of this generation's process groups, which a member runs.
+    #: Address of the rendezvous store of this generation's process groups. A member runs the store.
     store_host: str
     store_port: int
     operation_id: str = ""
@@ -114,7 +114,7 @@ class Status(_Wire, frozen=True):
 
     member: TopologyMember
     phase: RankPhase
-    #: Experts of each sparse layer; known once loaded.
+    #: Number of experts in each sparse layer; 0 until the model is loaded.
     num_experts: int = 0
     num_sparse_layers: int = 0
     #: Minimum number of slots in each layer of the group in addition to one slot per expert, from
@@ -139,7 +139,7 @@ class Status(_Wire, frozen=True):
     leaving: bool = False
     #: The generation whose commit was received, until this rank has committed that generation.
     committed: Generation | None = None
-    #: Number of exchanges of votes that the rank began, in all generations.
+    #: Number of steps whose vote the rank began, in all generations.
     step: int = 0
     #: Activity of the loop in step `step`. A loop is stalled if neither field changes.
     activity: Activity = Activity.RESTS
@@ -150,8 +150,8 @@ class Status(_Wire, frozen=True):
 class Directive(_Wire, frozen=True):
     target: Generation | None = None
     commit: bool = False
-    #: The group continues or ends without this instance. The instance ends its requests with
-    #: DRAINING, so the gateway continues them elsewhere, and becomes STANDBY.
+    #: The group no longer includes this instance. The instance becomes STANDBY, and ends its
+    #: requests with DRAINING, so the gateway continues these requests on other engines.
     dismissed: bool = False
 
 

@@ -83,7 +83,7 @@ def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) 
     Call this function before `bind`.
 
     Raises:
-        zmq.ZMQError: the context already has a ZAP handler of other code.
+        zmq.ZMQError: the context already has a ZAP handler that this module did not create.
     """
     context = socket.context
     socket.zap_domain = domain.encode()

@@ -11,10 +11,10 @@ import msgspec
 from baton_text.json_values import count_values
 from baton_text.request_error import RequestError, quote
 
-#: Limits on the JSON values of the arguments of all tool calls in a conversation. These values are
-#: texts in the request's body, so limits on the values of the body do not count them.
+#: Limit on the JSON values in the arguments of all tool calls of a conversation. The arguments are
+#: strings in the request's body, so limits on the JSON values of the body do not count them.
 MAX_ARGUMENT_VALUES = 2**17
-#: Limit on the arrays and objects of these arguments.
+#: Limit on the arrays and objects in the arguments of all tool calls of a conversation.
 MAX_ARGUMENT_CONTAINERS = 2**16
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -28,7 +28,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class TextPart(Protocol):
-    """A part of a content. It may have other types than text."""
+    """A part of a message's content. Only parts of some types have a text."""
 
     type: str
     text: str | None
@@ -42,16 +42,17 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    #: What the call does. Results name the id.
+    #: The called function and its arguments.
     function: CalledFunction
-    #: Id of the call.
+    #: Id of the call. `tool_call_id` of the message with its result has the same value.
     id: str = ""
     #: Kind of the call. Bounds: function.
     type: str = "function"
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    #: Author of the message. `developer` is `system` if the chat template does not mention it.
+    #: Author of the message. `developer` becomes `system` if the chat template does not mention
+    #: `developer`.
     #: Bounds: ROLES.
     role: str
     #: A text, or parts of a text, which are joined with line breaks. It is required.
@@ -126,7 +127,7 @@ def _check_message(message: ChatMessage, where: str) -> None:
 def join_texts(
     content: str | Sequence[TextPart], where: str, types: tuple[str, ...] = ("text",)
 ) -> str:
-    """Return a text, or the texts of parts, joined with line breaks.
+    """Return the text of a message's content. The texts of parts are joined with line breaks.
 
     Args:
         content: the text or the parts.

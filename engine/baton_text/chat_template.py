@@ -22,21 +22,23 @@ from typing import Any
 
 from baton_protocol.process.control_groups import memory_limit
 
-#: Header of a request to the process: bytes of the request, and limit on the bytes of the text.
+#: Header of a request to the process: size of the request's data, and limit on the size of the
+#: rendered text. Both are in bytes.
 REQUEST = struct.Struct("<QQ")
-#: Header of a reply: whether it is the text and not an error, and bytes of the text or the error.
+#: Header of a reply: True before a rendered text and False before an error message, and the size of
+#: that text or message in bytes.
 REPLY = struct.Struct("<?Q")
 #: Limit on the characters of an error. A template may raise an error with any text.
 MAX_ERROR = 1000
-#: CPU time in which a template must be compiled, and in which it must render one conversation.
-#: 100,000 short messages take 0.1 s.
+#: Limit on the CPU time for compiling a template. The same limit applies to rendering one
+#: conversation: 100,000 short messages take 0.1 s.
 MAX_CPU_S = 2.0
-#: The same as wall time, on a machine whose CPUs have other work.
+#: Limit on the wall time of the same work. It is longer, because the CPUs may have other work.
 MAX_WALL_S = 20.0
-#: Limit on the address space of the process. In a container with a memory limit, it is an eighth of
-#: that limit, because a gateway has up to three processes.
+#: Limit on the address space of the process. In a container with a memory limit, at most an eighth
+#: of that limit applies, because a gateway has up to three such processes.
 MAX_MEMORY_BYTES = 2**30
-#: The limit is never lower than this. Python itself takes a third of it.
+#: The limit on the address space is never lower than this. Python itself takes a third of it.
 MIN_MEMORY_BYTES = 2**27
 MEMORY_SHARE = 8
 #: Limit on the bytes of a rendered prompt. A larger limit applies to large conversations:
@@ -62,8 +64,8 @@ class TemplateProcessError(RuntimeError):
 class ChatTemplate:
     """A compiled chat template.
 
-    Several threads may render at the same time. Each call uses a process of its own, which later
-    calls use again.
+    Several threads may render at the same time. Each call has a process to itself, which later
+    calls reuse.
 
     Args:
         source: Jinja source text.
@@ -156,7 +158,7 @@ def _encode(values: dict[str, Any]) -> bytes:
     """Return `values` in the format of `marshal`.
 
     Raises:
-        ChatTemplateError: they are not JSON values, or have too many levels.
+        ChatTemplateError: the values are not JSON, or are nested too deeply.
     """
     try:
         try:
@@ -170,7 +172,7 @@ def _encode(values: dict[str, Any]) -> bytes:
 
 
 def _ask(process: _Process, request: bytes) -> tuple[bool, str]:
-    """Return the result of `process.ask`. End the process if that fails."""
+    """Return the result of `process.ask`. End the process if the call fails."""
     try:
         return process.ask(request)
     except BaseException as error:
@@ -194,7 +196,7 @@ class _Process:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with theirs:
             self._process = subprocess.Popen(
-                # -P: the working folder may be that of a checkpoint.
+                # -P: import no module from the working folder, which may be a checkpoint.
                 [sys.executable, "-P", "-m", "baton_text.template_worker"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -206,10 +208,10 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: bytes) -> tuple[bool, str]:
-        """Return whether the reply is the text and not an error, and the text or the error.
+        """Send a request, and return (True, text) or (False, error message).
 
         Raises:
-            OSError: the process exceeds its limits or has ended. It must be ended.
+            OSError: the process exceeds its limits or has ended. The caller must call `end`.
         """
         deadline = time.monotonic() + MAX_WALL_S
         limit = max(MAX_PROMPT_BYTES, PROMPT_FACTOR * len(request))

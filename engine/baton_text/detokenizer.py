@@ -11,18 +11,17 @@ from baton_text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 #: A window with more tokens than this is shortened, even if it ends inside a UTF-8 sequence. Each
-#: token decodes the window again, and invalid UTF-8 may never end at a whole character.
+#: new token decodes the whole window again, and invalid UTF-8 may never complete a character.
 _LONG_WINDOW = 16
 
 
 class IncrementalDetokenizer:
     """Converts the tokens of one sequence to text, as the tokens arrive.
 
-    Only a window of recent tokens is decoded. The window holds the tokens since the last clean end,
-    where no UTF-8 sequence is incomplete. It also holds some earlier tokens as context, because
-    decoders drop a space at the start of a text. If the decoded text ends with U+FFFD, this
-    character is held back, because later bytes may complete the UTF-8 sequence. All other text is
-    final.
+    Only a window of recent tokens is decoded. The window holds the tokens since the text last ended
+    with a complete UTF-8 sequence. It also holds some earlier tokens as context, because decoders
+    drop a space at the start of a text. If the decoded text ends with U+FFFD, this character is
+    held back, because later bytes may complete the UTF-8 sequence. All other text is final.
 
     Args:
         kept_token_ids: special tokens whose text is not left out.
@@ -40,8 +39,7 @@ class IncrementalDetokenizer:
             tokenizer.special_token_ids - kept_token_ids if skip_special_tokens else frozenset()
         )
         self._window: list[int] = []
-        #: Number of leading tokens of the window that are only context. Their text was emitted when
-        #: the text last ended at a whole character.
+        #: Number of leading tokens of the window that are only context. Their text was emitted.
         self._context = 0
         #: Characters of the window's text already emitted.
         self._emitted = 0

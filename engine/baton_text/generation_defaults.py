@@ -20,7 +20,7 @@ MAX_INTEGER = 2**31 - 1
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that a checkpoint sets. None: it sets no value, and Baton's default applies."""
+    """The values that a checkpoint sets. For a field that is None, Baton's default applies."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -48,7 +48,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
             SamplingParams(**defaults.sampling_fields(), max_tokens=defaults.max_tokens).validate()
         except FileNotFoundError:
             return cls()
-        # msgspec's errors are ValueErrors. It raises RecursionError for nested values.
+        # msgspec's errors are ValueErrors. Deeply nested values raise RecursionError.
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} cannot be used: {error}") from error
         return defaults

@@ -10,8 +10,8 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 def count_values(text: bytes, max_values: int, max_containers: int) -> tuple[int, int]:
     """Return the number of values, and the number of arrays and objects, in the JSON `text`.
 
-    An entry of an object counts as two values. Punctuation in strings is counted only if both
-    numbers are then within their limits.
+    An entry of an object counts as two values. A first, fast count includes punctuation inside
+    strings. If it exceeds a limit, the result is a second count, which leaves strings out.
 
     Args:
         text: a JSON text, which may be invalid.

@@ -41,9 +41,10 @@ class TextOutput:
     stop_reason: int | str | None = None
     #: Logprobs of the prompt from position 1 on, if requested. Set with the first token.
     prompt_logprobs: PromptLogprobs | None = None
-    #: Number of NaN logits from which the new tokens were sampled. 0 if the engine counts none.
+    #: Number of NaN logits from which the new tokens were sampled. 0 if the engine does not count
+    #: them.
     num_nans_in_logits: int = 0
-    #: What `text` adds to the reply, if the reply is parsed.
+    #: The reasoning, content and tool calls of `text`. None if the reply is not parsed.
     reply: ReplyDelta | None = None
 
     @property
@@ -66,7 +67,7 @@ class OutputProcessor:
         stops: strings that end the text.
         include_stop: include the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings are ignored in the text of this many first tokens.
+        min_tokens: number of first tokens in whose text stop strings are ignored.
         stop_token_ids: stop tokens of the request. A stop token that ends the text becomes the
             stop_reason.
         reply_parser: divides the text into reasoning, content and tool calls.
@@ -119,7 +120,7 @@ class OutputProcessor:
         return result
 
     def _parse(self, parser: ReplyParser, result: TextOutput) -> None:
-        """Divide the text of `result`, the next piece of the sequence."""
+        """Set `result.reply` to the reasoning, content and tool calls of `result.text`."""
         result.reply = parser.push(result.text)
         if parser.is_reasoning:
             self.num_reasoning_tokens += len(result.token_ids)

@@ -44,7 +44,7 @@ class StopScanner:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int] | None:
-        """Return (start, end) of the match that ends the text, as characters of `buffer`."""
+        """Return (start, end) of the match that ends the text, as positions in `buffer`."""
         matches = [
             (start + len(stop), start) for stop in self._stops if (start := buffer.find(stop)) >= 0
         ]
@@ -57,7 +57,7 @@ class StopScanner:
 def held_back(text: str, start: int, markers: Sequence[str]) -> int:
     """Return how many characters at the end of `text[start:]` may begin one of the markers.
 
-    This is the length of the longest proper beginning of a marker with which the text ends.
+    This is the length of the longest proper prefix of a marker that is a suffix of the text.
     """
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text) - start), 0, -1):

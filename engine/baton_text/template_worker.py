@@ -1,8 +1,8 @@
 """The process that compiles and renders one chat template. `ChatTemplate` starts it and ends it.
 
 The template comes from a checkpoint, which is untrusted. Jinja's immutable sandbox keeps it away
-from Python's objects. Limits of the kernel bound its time and its memory, because no code of this
-process runs while Jinja does.
+from Python's objects. The kernel enforces the limits on time and memory, because this module's code
+cannot check them while Jinja runs.
 
 Requests and replies are frames on the standard input, which is a socket. A request is a REQUEST
 header and `marshal` data. A reply is a REPLY header and UTF-8: the parent must not load `marshal`
@@ -74,7 +74,7 @@ def _read(requests: BinaryIO) -> tuple[bytes, int] | None:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call. A template may append them to a text, which appends their JSON."""
+    """The arguments of a tool call. A template that appends them to a text appends their JSON."""
 
     def __radd__(self, text: str) -> str:
         return text + _tojson(self)

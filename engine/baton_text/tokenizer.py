@@ -141,8 +141,8 @@ class Tokenizer:
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token with this text. None: no special token has it.
 
-        An added token in angle brackets counts as special, even if tokenizer.json does not mark it
-        so, such as <tool_call> of Qwen3. llguidance allows such tokens only by their ids.
+        An added token in angle brackets, such as <tool_call> of Qwen3, counts as special even if
+        tokenizer.json does not mark it as special. llguidance allows it only by its id.
         """
         token_id = self._backend.token_to_id(text)
         is_special = token_id in self.special_token_ids or (
@@ -172,7 +172,8 @@ class Tokenizer:
         """Return the token ids of two texts with special tokens, for a model that compares them.
 
         Returns:
-            The token ids, and the position from which on they belong to the second text.
+            The token ids, and the position of the second text's first token. Without such a token,
+            the position is the number of ids.
 
         Raises:
             ValueError, TokenizerError: as `encode`.
@@ -186,7 +187,7 @@ class Tokenizer:
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
     def fewest_tokens(self, num_characters: int) -> int:
-        """Return a lower bound of the number of tokens of a text of this length."""
+        """Return a lower bound on the number of tokens of a text with `num_characters`."""
         shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
         return num_characters // (self._longest_token_bytes * shortening)
 
@@ -324,7 +325,7 @@ def _guarded(call: Callable[[], _Result]) -> _Result:
 
 
 def _check_backend(backend: _Backend) -> None:
-    """Check what the library does not check when it reads tokenizer.json.
+    """Check the tokenizer's largest id and the growth of texts, and encode and decode a text.
 
     Raises:
         ValueError: an id is too large, a text can grow without bound, or a short text fails.
@@ -349,7 +350,7 @@ def _growth(part: object) -> float:
     growth = 1.0
     for step in _steps(part):
         if step.get("type") == "Replace":
-            # A regular expression may match an empty text, which remains.
+            # A regular expression may match the empty text. A match then only inserts the content.
             pattern = step["pattern"].get("String") or ""
             size, replaced = len(step["content"].encode()), len(pattern.encode())
             growth *= max(1.0, size / replaced if replaced else 1 + size)
@@ -359,7 +360,7 @@ def _growth(part: object) -> float:
 
 
 def _steps(part: object) -> Iterator[dict[str, Any]]:
-    """Yield all objects in a value of JSON, which may be nested."""
+    """Yield all objects in a JSON value, including nested objects."""
     if isinstance(part, dict):
         yield part
     if isinstance(part, dict | list):

@@ -32,8 +32,8 @@ from baton_text.tokenizer import Tokenizer
 #: disconnect an engine.
 MIN_HEARTBEATS = 3
 
-#: Thresholds of the garbage collector. With Python's (700, 10, 10), its full runs stall the event
-#: loop several times a minute if many outputs wait, for 60 ms each.
+#: Thresholds of the garbage collector. With Python's defaults (700, 10, 10), full collections stall
+#: the event loop for 60 ms, several times a minute, if many outputs wait.
 GC_THRESHOLDS = (2_000, 20, 200)
 
 #: Options that the gateway's command line has. Only engines read the excluded options.

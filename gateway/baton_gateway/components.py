@@ -53,12 +53,12 @@ def build_applications(
     """Return the HTTP applications of a gateway, and the object that shuts them down.
 
     Args:
-        services: what the endpoints share.
+        services: the parts that all endpoints use.
         service_key: the key of the LLMService; None if the gateway has no key.
         tokenizer: the tokenizer of the served checkpoint.
         defaults: the model's sampling parameters for fields that requests leave out.
         keys: authenticates clients; None if clients need no API key.
-        cors: the origins of browsers.
+        cors: answers CORS preflights and sets CORS headers.
 
     Returns:
         The application for clients, the application for the port of the metrics, and the graceful

@@ -170,7 +170,7 @@ def internal(message: str) -> APIError:
 
 
 def gateway_failure(request_id: str) -> APIError:
-    """Return the error for an exception in the gateway, which the caller has logged."""
+    """Return the error for an exception in the gateway. The caller logs the exception."""
     return internal(f"The gateway failed. {see_log(request_id)}")
 
 
@@ -184,8 +184,9 @@ def timed_out(timeout_s: float) -> APIError:
 
 
 def engine_failure(message: str, code: ErrorCode | None, request_id: str) -> APIError:
-    """Convert an engine's error to the error that the client receives. The caller has logged it.
+    """Convert an engine's error to the error that the client receives.
 
+    The caller logs the engine's error.
     The client receives the engine's message only with codes that describe the request or the queue.
     Other messages may contain the text of an exception, which may name paths and addresses.
 

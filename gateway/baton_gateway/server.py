@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Interval at which changed API keys and certificates are read.
 SECRETS_POLL_S = 1.0
-#: Connections to the port of the metrics. A burst of connections must not evict a probe.
+#: Limit on the connections to the port of the metrics. It is high, because a burst of connections
+#: must not evict a probe.
 METRICS_CONNECTIONS = 1024
 
 
@@ -95,13 +96,13 @@ class Gateway:
             host: address to bind, also for the metrics unless metrics_host is set.
 
         Returns:
-            The server's port.
+            The port for clients.
 
         Raises:
             OSError: the port is in use.
         """
         context = self._certificate.context if self._certificate else None
-        # First the metrics: the kubelet then sees a gateway that has all its ports, or none.
+        # Bind the port of the metrics first. If it is in use, the port for clients never opens.
         self.metrics_port = await self._listen(
             self.metrics_app,
             self.config.metrics_host or host,
@@ -221,6 +222,6 @@ class Gateway:
             if self._keys is not None:
                 await asyncio.to_thread(self._keys.refresh)
             if self._certificate is not None:
-                # On this thread, because OpenSSL changes the certificate and the key one after the
-                # other. A handshake between them would fail.
+                # On the event loop's thread, because OpenSSL changes the certificate first and then
+                # the key. A handshake between the two changes would fail.
                 self._certificate.refresh()

@@ -3,8 +3,8 @@
 The event loop serves all streams of the gateway. Work that one large request can make long must
 therefore run in a thread. Short work runs inline, because a thread costs more than it saves.
 
-Clients take turns in the threads, so many requests of one client delay others little. Clients are
-distinguished by their API keys.
+Clients take turns in the threads, so many requests of one client delay the requests of others only
+a little. Clients are distinguished by their API keys.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LARGE_TEXT_BYTES = 2**19
 #: would slow all streams.
 NUM_SMALL_THREADS, NUM_THREADS = 2, 2
 
-#: Number of threads that wait for the chat template of small requests. One more waits for large
-#: requests. Each thread uses one process of the template.
+#: Number of threads for the chat templates of small requests. One more thread is for the chat
+#: templates of large requests. Each thread waits for a process that renders the template.
 NUM_TEMPLATE_THREADS = 2
-#: Time in which a chat template must be rendered, including the wait for a thread. A process of the
-#: template has less time, so most of this time is left for the wait.
+#: Time in which a chat template must be rendered, including the wait for a thread. The rendering
+#: itself has a shorter timeout, so most of this time is left for the wait.
 TEMPLATE_TIMEOUT_S = 60.0
 
 #: Client of the request that the current task serves. Empty if clients need no API key.

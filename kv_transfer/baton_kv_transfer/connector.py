@@ -31,7 +31,7 @@ from baton_protocol.block_hash import BlockHash
 
 @dataclass(slots=True)
 class BlockSave:
-    """Producer: the blocks of one transfer that a step completes."""
+    """Producer: the blocks that one step completes for one transfer."""
 
     #: Id of the transfer, which the gateway draws for each attempt of a request.
     transfer_id: str
@@ -67,8 +67,8 @@ class LoadRequest:
 class LoadWait:
     """Consumer: a load that starts later, after the scheduler has allocated the request's blocks.
 
-    Until the LoadRequest follows, the worker asks the producer to keep its blocks. The LoadRequest
-    may have no blocks.
+    Until the LoadRequest arrives, the worker sends heartbeats, so that the producer keeps the
+    blocks. The LoadRequest has no blocks if this engine no longer needs any.
     """
 
     remote_host: str
@@ -83,13 +83,13 @@ class ConnectorMetadata:
 
     saves: list[BlockSave] = field(default_factory=list)
     loads: list[LoadRequest] = field(default_factory=list)
-    #: Producer: transfer id to the instance id of the only consumer that may fetch the blocks. An
-    #: offer is sent when the engine accepts the request.
+    #: Producer: transfer id to the instance id of the only consumer that may fetch the blocks. The
+    #: scheduler adds an offer when it accepts the request.
     offers: dict[str, str] = field(default_factory=dict)
     #: Ids of transfers that the scheduler cancelled. Each id still appears in finished_sending or
     #: load_results.
     cancels: list[str] = field(default_factory=list)
-    #: Consumer: waiting loads by transfer id. Each is followed by a LoadRequest.
+    #: Consumer: waiting loads by transfer id. A LoadRequest follows for each of them.
     waits: dict[str, LoadWait] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -111,8 +111,8 @@ class LoadResult:
 class ConnectorOutput:
     """Transfers and loads that ended since the last `get_finished`, for the scheduler side."""
 
-    #: Transfer ids whose blocks no consumer reads any more, because they were fetched or cancelled,
-    #: or the lease expired.
+    #: Ids of transfers whose blocks no consumer reads any more. The blocks were fetched, the
+    #: transfer was cancelled, or the lease expired.
     finished_sending: set[str] = field(default_factory=set)
     #: Results of loads, by transfer id. Each LoadRequest has exactly one result.
     load_results: dict[str, LoadResult] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class FailureReason(enum.StrEnum):
 class ConnectorStats(msgspec.Struct):
     """Counters and gauges of one worker's connector, for the engine's metrics.
 
-    Counters count from the start of the engine, and `total` adds those of several workers.
+    Counters count from the start of the engine. `total` adds the counters of several workers.
     """
 
     #: Blocks published to a consumer. With push, blocks written into its memory.
@@ -169,7 +169,7 @@ class ConnectorStats(msgspec.Struct):
     failures: dict[str, int] = {}
     checksum_failures: int = 0
     leases_expired: int = 0
-    #: Memory ranges in requests of peers that were outside the memory which the peers may use.
+    #: Memory ranges in peers' requests that were refused. The peers may not access these ranges.
     descriptors_refused: int = 0
     handshakes_refused: int = 0
     #: Number of fences. A fence cuts all peers off from the KV memory. It is needed when a producer
@@ -177,15 +177,16 @@ class ConnectorStats(msgspec.Struct):
     memory_fences: int = 0
     #: Sum over loads of the time from the start to the end of the load.
     receive_seconds: float = 0.0
-    #: Sum over pushes to a worker of the time from the first write to the end of the last write.
+    #: Time from the first write of a push to the end of its last write, summed over all pushes. A
+    #: push goes to one worker of a consumer.
     send_seconds: float = 0.0
     #: Gauge: bytes requested but not posted yet, because the peer's limit of bytes in flight is
     #: reached.
     queued_bytes: int = 0
     #: Gauge: bytes of posted transfers that have not ended.
     inflight_bytes: int = 0
-    #: Bytes sent and received by transport, mechanism and device, such as `ucx tcp/lo`.
-    #: Blocks that failed verification count.
+    #: Bytes sent and received by transport, mechanism and device, such as `ucx tcp/lo`. Blocks that
+    #: failed verification are included.
     bytes_moved: dict[str, int] = {}
     #: Why the connector cannot serve until the engine is restarted; empty while it works.
     failure: str = ""
@@ -197,8 +198,8 @@ class ConnectorStats(msgspec.Struct):
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
         """Return the sum of the counts of several workers.
 
-        A transfer of several workers counts once for each worker. The failure is that of the first
-        worker that has one.
+        A transfer between several workers counts once for each worker. `failure` is taken from the
+        first worker that has failed.
         """
         total = ConnectorStats()
         for part in parts:

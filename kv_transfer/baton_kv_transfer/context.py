@@ -34,7 +34,7 @@ class ConnectorContext:
     _local: dict[HeadRange, DlistHandle] = field(default_factory=dict)
 
     def local_slot_descs(self, heads: HeadRange) -> DlistHandle:
-        """Return prepared descriptors of a range of heads: one for each slot of the memory."""
+        """Return a prepared descriptor list: the range `heads` in each slot of the memory."""
         if heads not in self._local:
             memory = self.memory
             rows = slot_rows(
@@ -50,9 +50,9 @@ class ConnectorContext:
     def peer_slot_descs(
         self, agent_name: str, memory: MemoryDescription, layout: KVCacheLayout
     ) -> DlistHandle | None:
-        """Return prepared descriptors of the heads that a peer shares with this worker.
+        """Return a prepared descriptor list: the shared heads in each slot of a peer's memory.
 
-        There is one descriptor for each slot of the peer's memory. None if no head is shared.
+        None if the peer and this worker share no head.
 
         Args:
             agent_name: name of the peer's agent, which was added to `agent`.

@@ -44,11 +44,11 @@ from baton_protocol.block_hash import BlockHash
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
-#: Limit for messages before the sender is authenticated, because decoding takes memory.
+#: Maximum size of a message from a sender that is not authenticated yet. Decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
-#: A side reads at most this many messages of one socket before it does something else.
+#: Limit of messages that a side reads from one socket before it serves other sockets and deadlines.
 MAX_MESSAGES_PER_ROUND = 1024
-#: Limit of MemoryDescription.num_slots. The limit also bounds the memory that a receiver allocates.
+#: Limit of MemoryDescription.num_slots. The receiver allocates a descriptor for each slot.
 MAX_SLOTS = 2**22
 _MAX_ADDRESS = 2**63
 #: Exceptions that an invalid MemoryDescription or KVCacheLayout of a peer can cause.
@@ -106,9 +106,9 @@ def explain_invalid_memory(memory: MemoryDescription, layout: KVCacheLayout) -> 
 class Hello(_Message):
     version: int
     compatibility_hash: str
-    #: Instance of the consumer's engine.
+    #: Instance id of the consumer's engine.
     instance_id: str
-    #: The engine that the consumer expects at this address.
+    #: Instance id of the engine that the consumer expects at this address.
     peer_instance_id: str
     nonce: bytes
 

@@ -1,8 +1,8 @@
 """The worker side of the KV connector.
 
-One thread runs the consumer side and the producer side over one agent. It sleeps until a socket,
-the agent, a command or a deadline wakes it. The engine's thread only queues commands and takes
-results.
+One thread runs the consumer side and the producer side over one agent. The thread sleeps until a
+socket, the agent, a command or a deadline wakes it. The engine's thread only queues commands and
+takes results.
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ class TransferConnector(KVConnectorWorker):
             while self._commands:
                 run, metadata = self._commands[0]
                 run(metadata)
-                # Remove the command after its success. _fail_from_now_on also answers commands that
-                # failed.
+                # Remove the command only after its success. If the command fails,
+                # _fail_from_now_on reports the results of its transfers.
                 self._commands.popleft()
             if self._producer is not None:
                 self._report(ConnectorOutput(set(self._producer.run_round(time.monotonic()))))

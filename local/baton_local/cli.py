@@ -130,7 +130,9 @@ def _add_up(commands: _Commands) -> None:
         metavar="SECONDS",
         help="longest wait for Ready, and then for the answer (default 180)",
     )
-    up.add_argument("--max-tokens", type=int, default=96, help="length of an answer (default 96)")
+    up.add_argument(
+        "--max-tokens", type=int, default=96, help="longest answer in tokens (default 96)"
+    )
     up.set_defaults(run=_run_up)
 
 
@@ -173,7 +175,11 @@ def _add_plan(commands: _Commands) -> None:
         help="YAML with the same LLMService after the edit; without OLD: a new LLMService",
     )
     plan.add_argument(
-        "--steps", type=arguments.count, default=200, metavar="N", help="longest plan (default 200)"
+        "--steps",
+        type=arguments.count,
+        default=200,
+        metavar="N",
+        help="largest number of steps in the plan (default 200)",
     )
     plan.add_argument(
         "--ready-after",
@@ -193,7 +199,10 @@ def _add_plan(commands: _Commands) -> None:
         "--never-ready", action="store_true", help="pods of the new spec never become ready"
     )
     plan.add_argument(
-        "--capacity", type=arguments.count, metavar="N", help="prefill and decode pods that fit"
+        "--capacity",
+        type=arguments.count,
+        metavar="N",
+        help="number of prefill and decode pods that fit on the nodes",
     )
     plan.add_argument("-o", "--output", choices=["text", "json"], default="text")
     plan.set_defaults(run=_run_plan)
@@ -272,7 +281,7 @@ def _add_status(commands: _Commands) -> None:
 
 
 def _run_status(args: argparse.Namespace) -> int:
-    info = _running_cluster()  # before the imports, which take longer
+    info = _running_cluster()  # before the slow imports, so that an error is printed at once
     from baton_local.kv_bytes import fetch_kv_bytes
     from baton_local.service_status import ServiceStatus, with_pids
     from baton_local.status_tables import make_console, print_status

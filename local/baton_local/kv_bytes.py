@@ -15,7 +15,7 @@ from baton_protocol.process.health import Health
 
 
 async def fetch_kv_bytes(status: ServiceStatus) -> ServiceStatus:
-    """Return `status` with `kv_bytes` set for each engine that answers `/health`."""
+    """Return `status` with `kv_bytes` set in each pod whose engine answers `/health`."""
     pods = await asyncio.gather(*map(_with_kv_bytes, status.pods))
     return msgspec.structs.replace(status, pods=pods)
 
@@ -30,7 +30,7 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
         ):
             health = msgspec.json.decode(await response.read(), type=Health)
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
-        # The engine restarts, or is of another release.
+        # The engine is restarting, or runs another release of Baton.
         return pod
     return msgspec.structs.replace(pod, kv_bytes=health.kv_bytes)
 

@@ -12,8 +12,8 @@ from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 
 #: Reasons of failures that end only when a user corrects the service, or the model or the object
-#: that the message names. Other failures may end during a wait: the machine may get free memory
-#: (`InsufficientMemory`), and a Secret may be created (`SecretNotFound`).
+#: that the message names. Other failures may end while `baton up` waits: the machine may get free
+#: memory (`InsufficientMemory`), and a Secret may be created (`SecretNotFound`).
 FINAL_REASONS = frozenset(
     {
         # Reasons of the service as a whole.
@@ -81,7 +81,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def final_failure(self) -> ServiceCondition | None:
-        """The condition with a failure that only a correction ends; None if there is none."""
+        """The first condition with a reason in FINAL_REASONS; None if no condition has one."""
         failures = (
             condition
             for condition in self.conditions

@@ -17,7 +17,7 @@ import msgspec
 
 from pocketkube.private_files import check_private_folder, create_private_folder, write_private
 
-#: Time to wait for the lock. `StateDir.supervisor` may hold it for a moment.
+#: Time to wait for the lock, which a call of `StateDir.supervisor` holds for a moment.
 PROBE_S = 0.5
 
 
@@ -97,8 +97,8 @@ class StateDir:
         """Return the pid of the `baton up` that uses this folder; None if there is none.
 
         Raises:
-            StateDirError: another user controls the folder, and could name any process and any
-                kubeconfig.
+            StateDirError: another user can change the folder, so the pid and the kubeconfig in it
+                cannot be trusted.
         """
         with self._usable():
             try:

@@ -24,11 +24,12 @@ Query = Sequence[tuple[str, str]]
 REQUEST_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 10.0
 PAGE_SIZE = 500
-#: Limit on the JSON of an object that the server returns for a write.
+#: Limit in bytes on the JSON of an object that the server returns for a write.
 MAX_WRITTEN_BYTES = 2**19
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-# Bytes, as in kubernetes.aio. A watch event is one line, which may exceed aiohttp's default.
+# Limit in bytes on one line of a response, as in kubernetes.aio. A watch event is one line, which
+# may be longer than aiohttp's default limit.
 _READ_BUFFER = 2**21
 _JSON = "application/json"
 #: Values of the header Accept for the metadata of an object or a watch, and of a list.
@@ -54,30 +55,32 @@ class KubeError(Exception):
 
 
 class ByteBudget:
-    """Limits the bytes of all responses that are read with it.
+    """Limits the total size of the responses that are read with it.
 
-    Decoding takes up to 50 times as much memory, so the limit is checked before.
+    The limit is checked before a response is decoded, because the decoded objects take up to 50
+    times as much memory.
     """
 
     def __init__(self, max_bytes: int, within: ByteBudget | None = None) -> None:
-        """Limit the bytes to `max_bytes`.
+        """Limit the total size of the responses to `max_bytes`.
 
         Args:
-            max_bytes: limit of this budget.
-            within: a budget with the bytes of further responses, which is also checked.
+            max_bytes: limit of this budget, in bytes.
+            within: a second budget that also counts and limits the bytes of each response. None:
+                there is no second budget.
         """
         self._max_bytes = max_bytes
         self._within = within
-        #: Number of bytes that were read.
+        #: Number of bytes that were read so far.
         self.num_read = 0
         #: Whether a response was not read because of this budget.
         self.is_exceeded = False
 
     async def read(self, response: aiohttp.ClientResponse, path: str) -> bytes:
-        """Return the body of a response.
+        """Return the body of a response, and count its bytes.
 
         Raises:
-            KubeError: status 413, the limit is exceeded.
+            KubeError: status 413, the body exceeds what is left of this budget or of `within`.
         """
         budgets = [self] if self._within is None else [self, self._within]
         tightest = min(budgets, key=ByteBudget._left)
@@ -87,7 +90,7 @@ class ByteBudget:
             raise tightest._refuse(path) from error
         for budget in budgets:
             budget.num_read += len(body)
-        # Other responses may have been read at the same time.
+        # Concurrent reads may have used the budgets while this body was read.
         if exceeded := next((each for each in budgets if each._left() < 0), None):
             raise exceeded._refuse(path)
         return body
@@ -211,7 +214,10 @@ class KubeClient:
     async def names(self, path: str, page_size: int) -> Sequence[tuple[str, str]]:
         """Return (namespace, name) of each object of the collection at `path`.
 
-        The rest of the objects is not decoded, because it may be large.
+        The other fields of the objects are not decoded, because they may be large.
+
+        Args:
+            page_size: maximum number of objects in one response of the server.
 
         Raises:
             KubeError: as in `list`.
@@ -241,7 +247,7 @@ class KubeClient:
 
         Args:
             timeout_s: time after which the server ends the watch.
-            silence_s: longest wait for the next event, including bookmarks.
+            silence_s: longest wait for the next event or bookmark.
 
         Raises:
             KubeError: the request was refused, or the server sent an ERROR event. With status 410,
@@ -377,7 +383,7 @@ class KubeClient:
             timeout_s = min(timeout_s, self.write_timeout_s())
             if timeout_s <= 0:
                 raise WritesForbiddenError(
-                    f"{method} {path}: not sent, this process may not write any more"
+                    f"{method} {path}: not sent, because this process has lost its Lease"
                 )
         headers = {"Accept": accept, "Content-Type": content_type}
         code = 0

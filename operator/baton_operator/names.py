@@ -1,6 +1,6 @@
 """Names, labels and annotations of a service's objects (docs/internals/pods.md).
 
-`baton_protocol.process.pod_labels` declares those that other components also read.
+`baton_protocol.process.pod_labels` declares the labels and annotations that other components read.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def serialized(match: dict[str, str]) -> str:
 
 
 def keys_of(kind: str, metadata: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the keys of an object's services, which its label and owner references name.
+    """Yield the key of each service that the label or an owner reference of an object names.
 
-    Both are read, because another client may have changed the label.
+    The owner references are read too, because another client may have changed the label.
     """
     namespace = metadata["namespace"]
     if kind == KIND:

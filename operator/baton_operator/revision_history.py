@@ -36,7 +36,7 @@ _SIZE_FIELDS = ("replicas", "autoscaling")
 
 
 class PreviousRevision(msgspec.Struct, frozen=True):
-    """What the previous revision of one role's pods needs: the pod template and the ConfigMap."""
+    """The pod template and the ConfigMap with which pods of a previous revision are created."""
 
     template: MemberTemplate
     config_map: Object
@@ -46,8 +46,8 @@ async def record_spec(kube: Kube, resolved: ResolvedService, service: Object) ->
     """Store the service's spec as the newest ControllerRevision. Return its name.
 
     `status.specRevision` shows this name. Specs that result in equal pods share one
-    ControllerRevision. The oldest ones beyond LIMIT are deleted, except the one in
-    `status.servedRevision`.
+    ControllerRevision. Only the newest LIMIT ControllerRevisions and the one in
+    `status.servedRevision` are kept.
 
     Raises:
         KubeError: the API server refused a request.
@@ -93,7 +93,7 @@ async def recorded_spec(kube: Kube, service: Object) -> Object | None:
     if not known or recorded_name(service) not in (None, *known):
         return None
     newest = list(known.values())[-1]["data"]["spec"]
-    # A role that the spec no longer has keeps its size.
+    # If the spec no longer has `prefill`, the prefill group keeps its size.
     size = ((service.get("status") or {}).get("prefill") or {}).get("desired", 0)
     return with_sizes(newest, {"prefill": {"replicas": size}, **service["spec"]})
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return the context manager in which captures and their warm-up runs must be."""
+        """Return a context manager. Callers run captures and their warm-up runs inside it."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         """Capture the kernels that `run` launches.
@@ -110,8 +110,8 @@ class PieceGraphs:
         if index not in self._replays:
             self._addresses[index] = _addresses(args)
             result, self._replays[index] = self._backend.capture(lambda: piece(*args))
-            # The caller keeps the result while later pieces are captured, so that they cannot use
-            # its memory.
+            # The caller keeps the result while later pieces are captured, so that later captures do
+            # not use the result's memory.
             return result
         if logger.isEnabledFor(logging.DEBUG):
             moved = _addresses(args) != self._addresses[index]

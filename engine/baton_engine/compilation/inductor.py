@@ -1,6 +1,6 @@
 """Compiles the pieces of a model with Inductor, and keeps them on disk for the next start.
 
-The import takes more than a second.
+Importing this module takes more than a second.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class InductorCompiler:
     """Compiles each distinct piece once with Inductor, and keeps the results in a disk cache.
 
     The cache contains code that the engine executes. The cache folder must therefore belong to this
-    user or root, and must not be writable by every user. Otherwise compiled pieces are kept only
-    while this process runs.
+    user or root, and must not be writable by every user. If the folder does not meet these
+    conditions, compiled pieces are kept only while this process runs.
 
     Args:
         folder: folder of the disk cache, shared by processes. None: `default_cache_dir()`.
@@ -45,7 +45,11 @@ class InductorCompiler:
         self._known: dict[tuple[str, int | None], Compiled] = {}
 
     def open(self, key: str) -> None:
-        """Use the folder of the model with this key, or a temporary folder if that fails."""
+        """Use the folder of the model with this key. If that fails, use a temporary folder.
+
+        Args:
+            key: the model's `environment_key`.
+        """
         self._known.clear()
         try:
             self.folder = (default_cache_dir() if self._root is None else self._root) / key

@@ -21,7 +21,7 @@ from baton_engine.models.forward_context import current_context
 
 logger = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
-#: Operators at which a graph is cut -> the function that runs instead.
+#: Operators at which a graph is cut, and the function that replaces each of them.
 SplittingOperators = Mapping[Any, Callable[..., Any]]
 
 
@@ -40,7 +40,8 @@ class PieceCompiler(Protocol):
 
         Args:
             graph: piece to compile.
-            arguments: arguments of the piece: real ones with `size`, else examples from the trace.
+            arguments: arguments of the piece: of the current call if `size` is set, otherwise
+                examples from the trace.
             size: the only number of tokens that the function must support. None: any number.
         """
 
@@ -129,7 +130,7 @@ class PiecewiseBackend:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.num_pieces:  # a second trace would treat this step's sizes as constants
             raise RuntimeError(
-                "torch traces the model again because one of its settings changed after the engine "
+                "torch traces the model again, because an option of torch changed after the engine "
                 "started; set torch's options before the engine is created"
             )
         started = time.monotonic()

@@ -1,9 +1,9 @@
 """EngineCore takes requests as token ids and runs steps: schedule, execute, sample, update.
 
-`step` starts a step and finishes it. Some executors hold several batches, for pipeline stages or
-asynchronous scheduling. With such an executor, `step_with_batch_queue` starts a step and finishes
-the oldest, so that it schedules the next step while the previous step runs. The `with` block of a
-StepRecord measures a step, and writes a crash dump if the step fails.
+`step` starts a step and waits for its output. With pipeline stages or asynchronous scheduling, an
+executor holds several steps at once. The caller then uses `step_with_batch_queue`, which starts a
+step and waits only for the output of the oldest step. So the engine schedules a step while earlier
+steps run. A StepRecord measures each step, and writes a crash dump if the step fails.
 
 This module uses no sockets and no processes.
 """
@@ -86,8 +86,8 @@ class EngineCore(UtilityMethods):
         )
         self.scheduler = make_scheduler(config, self.info, self._structured_output)
         self._records = StepRecords(config, self.scheduler, self.request_metrics, self.survivable)
-        #: Whether the last step ran tokens, moved requests or sent metadata to the connector.
-        #: If so, another step may find work.
+        #: Whether to call `step_fn` again without waiting for messages. True if another step must
+        #: follow, or if the last step ran tokens, changed requests or carried connector metadata.
         self.made_progress = False
         #: `step`, or `step_with_batch_queue` if several steps may be in flight.
         self.step_fn = (
@@ -109,7 +109,7 @@ class EngineCore(UtilityMethods):
 
     @property
     def has_requests(self) -> bool:
-        """Whether requests, transfers, steps in flight or outputs remain."""
+        """Whether requests, KV transfers, steps in flight or outputs remain."""
         return self.scheduler.has_work or bool(self._in_flight or self._outputs)
 
     @property
@@ -128,10 +128,11 @@ class EngineCore(UtilityMethods):
         return self._end_step(runs)
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step unless the queue is full, finish the oldest and return the outputs.
+        """Start a step unless the queue is full, finish the oldest step and return outputs.
 
-        If a step with content has started, the queue has room for another and the oldest step still
-        runs, the call returns without waiting. The next call then starts another step.
+        The call does not wait for the oldest step if three conditions hold: the call has started a
+        step with content (see `_start_step`), the queue has room for another step, and the oldest
+        step still runs. The next call then starts another step.
 
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
@@ -146,8 +147,8 @@ class EngineCore(UtilityMethods):
     def _start_step(self) -> bool:
         """Schedule a step, and execute it without waiting for its output.
 
-        A step without content collects ended transfers. It is dropped if another step is in flight,
-        because that step collects them too.
+        A step without content is executed only if no other step is in flight. Its output reports
+        the KV transfers that have ended, and so does the output of any step in flight.
 
         Returns:
             Whether the step has content: work for the model runner, or metadata for the connector.
@@ -190,7 +191,7 @@ class EngineCore(UtilityMethods):
 
     @property
     def _must_continue(self) -> bool:
-        """Whether another step is due even if the last one had nothing to do."""
+        """Whether `step_fn` must be called again even if the last step made no progress."""
         return bool(self._in_flight)
 
     @property
@@ -239,7 +240,7 @@ class EngineCore(UtilityMethods):
     def add_prefill_result(self, result: PrefillResult) -> None:
         """Pass the result of a request's prefill stage to the scheduler.
 
-        A result with token ids outside the vocabulary counts as an error of the prefill stage.
+        A result with token ids outside the vocabulary is replaced by an error of the prefill stage.
         """
         if result.token_ids and not all(
             0 <= token_id < self.info.vocab_size for token_id in result.token_ids

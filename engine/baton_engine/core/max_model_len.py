@@ -18,8 +18,8 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     when they load the model.
 
     Raises:
-        ConfigurationError: the KV memory is too small for the configured limit, or so is a step of
-            a model whose prompts run in one step.
+        ConfigurationError: the KV memory holds fewer tokens than the configured limit. Or the model
+            runs each prompt in one step, and `scheduler.max_num_batched_tokens` is below the limit.
     """
     configured, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
     budget = config.scheduler.max_num_batched_tokens

@@ -38,7 +38,10 @@ _NOT_ASLEEP = -1
 
 
 class PausedEngine(ABC):
-    """What `PauseControl` does to an engine core, which sets the attributes."""
+    """Base class of `EngineCore`: the operations that `PauseControl` uses.
+
+    `EngineCore` sets the attributes.
+    """
 
     executor: Executor
     info: ModelInfo
@@ -56,7 +59,10 @@ class PausedEngine(ABC):
         self.scheduler.set_pause_state(state)
 
     def end_requests(self) -> None:
-        """End all requests as aborted, without a call to `PauseControl.advance`."""
+        """End all requests as aborted.
+
+        Unlike `EngineCore.abort_requests`, this method does not call `PauseControl.advance`.
+        """
         self.scheduler.abort_requests(list(self.scheduler.state.requests))
         self._collect_outputs()
 
@@ -129,7 +135,7 @@ class PauseControl:
         Args:
             level: 1 moves weights to host memory, and 2 drops the weights. Both levels drop the KV
                 cache. 0 frees nothing.
-            mode: mode of the pause, see the module.
+            mode: mode of the pause, see the docstring of this module.
 
         Returns:
             None if the engine sleeps now. Otherwise a Future, which is resolved when the engine
@@ -166,12 +172,12 @@ class PauseControl:
         self._unpause()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """End a sleep, or a part of it.
+        """End a sleep, or restore only some of the parts that the sleep has stopped or freed.
 
         If the sleep stopped scheduling, scheduling resumes when all memory is restored.
 
         Args:
-            tags: some of TAGS. None: all of them.
+            tags: parts to restore, from TAGS. None: all of them.
 
         Raises:
             ValueError: a tag is unknown.
@@ -221,8 +227,8 @@ class PauseControl:
     def _sleep_workers(self, level: int) -> None:
         """Free the workers' memory, in all workers or in none.
 
-        If a worker fails, wake up all workers and raise its error. If the wake-up fails, the engine
-        stays asleep until `wake_up`.
+        If a worker fails, wake up all workers again and raise the worker's error. If this wake-up
+        also fails, the engine stays asleep until the next call of `wake_up`.
         """
         self._asleep = set(_MEMORIES)
         try:

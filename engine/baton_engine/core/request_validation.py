@@ -36,7 +36,7 @@ def validate_request(
     """Check that this engine can run a request.
 
     Args:
-        vector_size: entries of the vectors of a pooling model.
+        vector_size: number of entries in the vector that a pooling model returns for a prompt.
 
     Raises:
         ValueError: a field is out of bounds. The message names the field and the bounds.

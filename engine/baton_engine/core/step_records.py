@@ -30,9 +30,10 @@ class StepFailedError(RuntimeError):
 class StepRecord:
     """The record of one step: its durations, and a crash dump if it fails.
 
-    A step starts in one `with` block of its record, and finishes in another. If a block fails, it
-    writes a crash dump and raises StepFailedError. Exceptions after which the engine continues pass
-    unchanged. The block that sets `outputs` adds the step to the metrics and the log.
+    The engine core starts a step in one `with` block of the record, and finishes the step in
+    another. If a block raises an exception, the record writes a crash dump and raises
+    StepFailedError. Exceptions after which the engine continues are raised unchanged. After the
+    block that sets `outputs`, the record adds the step to the metrics and the log.
     """
 
     __slots__ = (
@@ -64,7 +65,7 @@ class StepRecord:
         self.outputs: list[EngineCoreOutput] | None = None
 
     def on_scheduled(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Set the step, which is sent to the executor next, and return it."""
+        """Record the scheduled step and the duration of scheduling. Return the step."""
         self.step = step
         self.started = time.monotonic()
         self.schedule_s = self.started - self._began
@@ -107,11 +108,11 @@ class StepRecords:
         self._last_step_ended = -math.inf
 
     def begin(self) -> StepRecord:
-        """Return the record of a step that is scheduled next."""
+        """Return a new record for the step that the caller schedules next."""
         return StepRecord(self)
 
     def measure(self, record: StepRecord) -> None:
-        """Pass the duration of a step to the scheduler, and count its decodes for the log.
+        """Pass the duration of a step to the scheduler, and count the step's decodes for the log.
 
         Call this when the output arrives, before `Scheduler.update_from_output`.
         """

@@ -2,8 +2,8 @@
 
 `server/utility_calls.py` lists the names and checks the arguments.
 
-The methods are a base class, because a separate object would still call the core's steps and
-scheduler, and `DPEngineCore` would need a second subclass.
+The methods are in a base class of `EngineCore` and not in a separate object. Such an object would
+still call the core's steps and scheduler, and `DPEngineCore` would need a subclass of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class UtilityMethods(PausedEngine):
-    """Statistics, drain, pause, sleep and profiling of an engine core, which sets the attributes.
+    """Statistics, drain, pause, sleep and profiling of an engine core.
 
-    Methods that return a Future continue after the call.
+    `EngineCore` sets the attributes. If a method returns a Future, the operation completes after
+    the call, and a later method call resolves the Future.
     """
 
     config: EngineConfig
@@ -113,7 +114,7 @@ class UtilityMethods(PausedEngine):
         return self._pause.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """End a sleep, or a part of it.
+        """End a sleep, or restore only some of the parts that the sleep has stopped or freed.
 
         Args:
             tags: parts to restore: some of "weights", "kv_cache" and "scheduling". None: all of

@@ -5,9 +5,9 @@ Gloo does not expose its connections. Baton needs them for two reasons:
 - An operation that waits for a frozen member must end. `abort` and `shutdown` of torch's backend do
   not end this operation, but shutting down the group's connections does. Each gloo device listens
   on its own port, so one end of every connection has the listening address of a member.
-- Gloo does not authenticate its peers, and listens until the group is closed. Members therefore
-  publish in their store the addresses from which they have connected. All other connections are
-  shut down, and new connections are dropped.
+- Gloo does not authenticate its peers, and listens until the group is closed. Each member therefore
+  publishes in the group's store the addresses from which it has connected. Each member then shuts
+  down connections from other addresses, and drops new connections.
 
 A process with many ranks has hundreds of sockets, so sockets that are older than the group's device
 are skipped.
@@ -73,7 +73,8 @@ def open_device(host: str) -> tuple[Any, Address, Collection[int]]:
                 for _, _, tcp in _tcp_sockets(older)
                 if tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             ]
-            # If there are several, another thread has opened a listener, and ours is unknown.
+            # With several addresses, another thread has opened a listener, and it is unknown which
+            # address is the device's.
             if len(addresses) == 1:
                 return device, addresses[0], older
     raise RuntimeError(
@@ -91,7 +92,7 @@ def connections_among(
 
     Args:
         listening: addresses on which the members' devices listen.
-        older: inodes of sockets that are older than this rank's device.
+        older: inodes of sockets that are older than this rank's device. They are skipped.
     """
     return [each for each in _connected(older) if {each.own, each.peer} & set(listening)]
 
@@ -117,9 +118,9 @@ def reject_non_members(
     Args:
         own: address on which a device of this process listens.
         members: addresses from which members have connected to `own`.
-        older: inodes of sockets that are older than this device.
-        is_translated: the network may change the peers' addresses. Then no connection is shut down
-            if there are as many connections as members.
+        older: inodes of sockets that are older than this device. They are skipped.
+        is_translated: whether the network may change the peers' addresses. If so, no connection is
+            shut down as long as `own` has as many connections as `members` has addresses.
 
     Returns:
         Number of connections that were shut down.
@@ -138,7 +139,7 @@ def reject_non_members(
 
 
 def _num_sockets(connections: Iterable[GlooConnection]) -> int:
-    # Another thread that lists sockets duplicates each descriptor for a moment.
+    # While another thread lists sockets, one socket can appear under two descriptors.
     return len({connection.inode for connection in connections})
 
 

@@ -1,8 +1,8 @@
 """Process groups over torch's gloo and NCCL backends, without torch's default group.
 
-Each generation of the topology has its own keys in the store. The ranks of a new generation can
-therefore connect while the groups of the old generation exist. A late rank of an old generation
-cannot join a new group.
+A generation is one version of the topology, with its own keys in the store. The ranks of a new
+generation can therefore connect while the groups of the old generation exist. A late rank of an old
+generation cannot join a new group.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ logger = logging.getLogger(__name__)
 Backend = Any
 #: Makes a backend's current operations fail. Any thread may call it.
 Abort = Callable[[Backend], None]
-#: Environment variable with the value 1 in a network that changes the addresses of pods, such as a
-#: service mesh with sidecars. Members then accept connections from other addresses than published.
+#: Environment variable to set to 1 in a network that changes the addresses of pods, such as a
+#: service mesh with sidecars. A member then also accepts connections from unpublished addresses, if
+#: the number of connections equals the number of published addresses.
 TRANSLATED_ADDRESSES = "BATON_TRANSLATED_ADDRESSES"
-#: Matches the start of a generation's store keys. Group 1 is the generation's number.
+#: Matches the start of a generation's store keys. Capture group 1: the generation's number.
 GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
 
 
@@ -63,7 +64,7 @@ def generation_store(store: Store, number: int, nonce: str = "") -> Store:
 
 
 def is_before(number: int) -> Callable[[str], bool]:
-    """Return a predicate that is true for store keys of generations before `number`."""
+    """Return a predicate for store keys: true for generations with a number below `number`."""
 
     def is_outdated(key: str) -> bool:
         of_generation = GENERATION_KEY.match(key)
@@ -117,7 +118,7 @@ def create_group(
             backend, abort = connect(part, rank, size, timedelta(seconds=join_timeout_s), host)
             group = TorchGroup(name, rank, size, backend, join_timeout_s, abort, store)
             undo.callback(group.close)
-            # NCCL connects in the first operation, so a missing member fails here.
+            # NCCL connects in the first operation. If a member is missing, this operation fails.
             group.all_reduce(torch.zeros(1, device=device))
             group.set_timeout(timeout_s)
             joined = (
@@ -154,6 +155,7 @@ def join_generation(
     """Join a group through the store of a generation, and return the group.
 
     Args:
+        generation: the generation, with the address of its store and the number of its members.
         secret: secret that the store's server and clients must prove to have.
         name, rank, device, timeout_s, join_timeout_s: arguments of `create_group`.
 
@@ -326,8 +328,8 @@ class TorchGroup:
             operation: name of the operation, for error messages.
             peers: the other ranks of the operation, for error messages.
             start: starts the operation and returns torch's work handle.
-            timeout: None: the backend's timeout. send and recv need their own timeout, because gloo
-                would use the timeout of its connection.
+            timeout: timeout of the operation. None: the backend's timeout. send and recv pass a
+                timeout, because gloo applies the timeout of its connection to them by default.
         """
         where = (
             f"{operation} in group {self.name}, rank {self.rank} of {self.size}, "
@@ -353,7 +355,8 @@ class TorchGroup:
                 raise GroupBrokenError(f"{where}: a member is gone ({error})") from error
             raise RuntimeError(f"{where}: failed ({error})") from error
         finally:
-            # The traceback of a kept error must not keep the backend's sockets and threads alive.
+            # The caller may keep the error. The error's traceback must not keep the backend's
+            # sockets and threads alive.
             del backend
 
 

@@ -11,11 +11,12 @@ remains. Each rank has two buffers and one 64-bit counter, its word. In exchange
 4. reads all buffers.
 
 Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2. A rank
-sets its word to k + 2 only after it has read all buffers of exchange k.
+sets its word to k + 2 only after it has read all buffers of exchange k. Exchange k + 2 therefore
+overwrites only buffers that all ranks have read.
 
 An all_to_all starts with an exchange of the counts. The same exchange contains the rows if the
-rows of every rank fit into that rank's buffer. Otherwise the rows follow in several exchanges of
-equal shares. The rank with the most rows determines the number of exchanges.
+rows of every rank fit into that rank's buffer. Otherwise the rows follow in several exchanges, each
+with an equal share of the rows. The rank with the most rows determines the number of exchanges.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.row_bytes import row_bytes
 
-#: Larger tensors are exchanged in pieces.
+#: Bytes of one buffer. Larger tensors are exchanged in pieces.
 BUFFER_NBYTES = 2**20
 NUMBER_NBYTES = 8
 #: Bytes for each rank's word (its counter): a whole cache line, so that a waiting rank does not
@@ -45,10 +46,11 @@ NUMBER_NBYTES = 8
 WORD_NBYTES = 64
 #: Bytes of the random token at the start of the memory, by which other ranks recognize the memory.
 TOKEN_NBYTES = 64
-#: Seconds of a wait in which a rank only yields the processor. Most exchanges end within this time.
+#: Seconds at the start of a wait in which a rank yields the processor, without a check for dead
+#: members. Most exchanges end within this time.
 SPIN_S = 1e-3
-#: Maximum seconds that one round of waiting adds towards the timeout. A longer round means that
-#: this process was stopped.
+#: One round of a waiting loop adds at most this many seconds to the time waited. In a longer round
+#: this process itself was suspended, which must not count as a timeout of another rank.
 LONGEST_ROUND_S = 1.0
 #: Bit that a rank sets in its word (its counter of exchanges) when it closes or aborts the group.
 #: Exchanges that the rank has completed stay valid.
@@ -215,7 +217,7 @@ class SharedMemoryGroup:
     def _exchange_in_rounds(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]
     ) -> None:
-        """Exchange the bytes of an all_to_all that need more than one buffer per rank.
+        """Exchange the bytes of an all_to_all in several rounds, because one buffer is too small.
 
         Each of n rounds sends 1/n of the bytes for each rank.
 
@@ -224,7 +226,7 @@ class SharedMemoryGroup:
             targets: memory for the bytes from each rank, [bytes] uint8.
             runs: [source][target]: number of bytes. 0 where source equals target.
         """
-        # A share may be rounded up by one byte.
+        # Each of a rank's shares may be rounded up by one byte, so `size` bytes stay free.
         rounds = -(-max(map(sum, runs)) // (BUFFER_NBYTES - self.size))
         for turn in range(rounds):
             half = self._begin_exchange("all_to_all")
@@ -364,7 +366,8 @@ def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[i
     """Create the shared memory on rank 0, or map it on another rank.
 
     Returns:
-        (memory, process ids of the ranks). The memory is None unless every rank has mapped it.
+        (memory, process ids of the ranks). The memory is None unless every rank has mapped it. The
+        process id is 0 for a rank that could not map the memory.
     """
     nbytes = TOKEN_NBYTES + size * (WORD_NBYTES + 2 * BUFFER_NBYTES)
     fd = -1

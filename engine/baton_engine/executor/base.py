@@ -29,7 +29,7 @@ EXECUTORS = {
 class ModelInfo:
     """Properties of a loaded model that the engine core needs."""
 
-    #: KV blocks allocated.
+    #: Number of KV blocks allocated on each worker.
     num_blocks: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -37,27 +37,27 @@ class ModelInfo:
     max_position_embeddings: int
     #: Equal on all engines that may exchange KV blocks.
     compatibility_hash: str
-    #: Host blocks for swapped requests.
+    #: Number of host blocks for swapped requests.
     num_swap_blocks: int = 0
-    #: Host blocks for prefix blocks that are evicted from the device.
+    #: Number of host blocks for prefix blocks that are evicted from the device.
     num_offload_blocks: int = 0
-    #: Layers with experts.
+    #: Number of layers with experts (sparse layers).
     num_sparse_layers: int = 0
-    #: Experts per layer with experts.
+    #: Number of experts in each sparse layer.
     num_experts: int = 0
     #: Bytes of one expert on all tensor ranks together. 0 without expert parallelism.
     expert_bytes: int = 0
     #: Properties that peers must share with this engine. None: the engine exchanges no KV blocks.
     kv: KVCompatibility | None = None
-    #: What the engine does with prompts.
+    #: What the engine does with prompts: generate text, or pool them to vectors or scores.
     task: Task = Task.GENERATE
-    #: Entries of the vector of a pooled prompt.
+    #: Number of entries in the vector of a pooled prompt.
     vector_size: int = 0
     #: Whether every token of a prompt must run, so that prompts use no cached KV.
     runs_whole_prompts: bool = False
     #: Whether a prompt may run in several steps.
     chunks_prompts: bool = True
-    #: How two texts become a prompt. None: the model scores no pairs.
+    #: How two texts become one prompt. None: the model does not score pairs of texts.
     pair_format: PairFormat | None = None
 
 

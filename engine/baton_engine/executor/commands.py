@@ -87,9 +87,9 @@ class CommandFailure:
     #: Type and message, one line.
     summary: str
     traceback: str
-    #: Type, reason and message of a ConfigurationError.
+    #: Type, reason and message of a ConfigurationError. None: the exception is of another type.
     configuration: tuple[type[ConfigurationError], str, str] | None = None
-    #: The exception was a GroupBrokenError.
+    #: Whether the exception was a GroupBrokenError.
     group_broken: bool = False
 
     @classmethod

@@ -40,8 +40,8 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.options.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
-#: Maximum number of executors that one process creates. `initialize` numbers generations of process
-#: groups with it, so that no two restarts by torchrun use the same generation.
+#: Maximum number of executors that one process creates. Each restart by torchrun gets a range of
+#: this many generation numbers, so that no two restarts use the same generation.
 MAX_EXECUTORS = 2**20
 _executor_numbers = itertools.count()
 

@@ -40,7 +40,7 @@ def wait_for_answers(
     num_workers: int,
     answered: Container[int],
 ) -> _Result:
-    """Return the result of a call of all workers.
+    """Wait until all workers have answered a call, and return the call's result.
 
     Args:
         future: completes when all workers have answered.

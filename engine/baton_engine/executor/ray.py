@@ -57,7 +57,7 @@ class RayExecutor(RemoteExecutor):
 
     #: Maximum wait until the cluster has room for all workers.
     reserve_timeout_s = JOIN_TIMEOUT_S
-    #: Time for workers to end by themselves. Then they are killed.
+    #: Maximum wait for workers to end by themselves. Workers that still run are then killed.
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
@@ -70,7 +70,8 @@ class RayExecutor(RemoteExecutor):
         self._all_up = False
         self._owns_ray = False
         self._store: StoreServer | None = None
-        #: Guarded by `_lock`, because Ray's threads report answers and deaths.
+        #: Futures that fail when the executor fails, by number. Guarded by `_lock`, because Ray's
+        #: threads report answers and deaths.
         self._pending: dict[int, Future[Any]] = {}
         self._tickets = itertools.count()
 
@@ -262,7 +263,7 @@ class RayExecutor(RemoteExecutor):
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
-            if error is not None:  # Ray's own error; workers return a Failure
+            if error is not None:  # Ray's own error; actors return a CommandFailure
                 self._fail(
                     WorkerDiedError(
                         f"the Ray actor of worker {rank} has ended: {_one_line(error)}"
@@ -306,7 +307,7 @@ class _RankActor:
         self._worker: Any = None
 
     def hold(self) -> None:
-        """Block until the actor dies. Then the caller's pending call fails."""
+        """Block until the actor dies. The pending call then fails, which reports the death."""
         threading.Event().wait()
 
     def place(self) -> _Place:

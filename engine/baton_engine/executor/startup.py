@@ -55,7 +55,8 @@ def initialize_workers(
     call("initialize_cache", (num_blocks, num_swap_blocks), timeout_s=LOAD_TIMEOUT_S)
     call("warm_up", timeout_s=LOAD_TIMEOUT_S)
     ranks = call("open_connector", wakeup_args, timeout_s=JOIN_TIMEOUT_S)
-    if config.kv_transfer.role is not KVRole.NONE:  # each worker gives peers all addresses
+    # Every worker gives peers the addresses of all workers.
+    if config.kv_transfer.role is not KVRole.NONE:
         call("connect", (ranks,), timeout_s=JOIN_TIMEOUT_S)
     return call("model_info", timeout_s=JOIN_TIMEOUT_S)[0]
 

@@ -57,7 +57,7 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Changes of a request that the worker already has."""
+    """Changes to a request that the worker already has."""
 
     request_id: str
     new_block_ids: list[int]
@@ -77,9 +77,9 @@ class SchedulerOutput:
 
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
-    #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
-    #: request samples in this step if that range reaches the last token, prompt or generated, that
-    #: the worker has when it runs the step. Otherwise, the request does not sample.
+    #: Number n of tokens to run, by request id: positions [num_computed_tokens,
+    #: num_computed_tokens + n). A request samples in this step only if this range includes the last
+    #: token, prompt or generated, that the worker has when the step runs.
     num_scheduled_tokens: dict[str, int]
     #: Requests that ended or were preempted since the last step. The worker drops them.
     finished_request_ids: list[str]
@@ -90,7 +90,8 @@ class SchedulerOutput:
     swap_in: list[BlockCopy] = field(default_factory=list)
     #: Between device blocks.
     block_copies: list[BlockCopy] = field(default_factory=list)
-    #: From device blocks that the prefix cache evicts for this step to slots of the offload tier.
+    #: From device blocks to slots of the offload tier. The prefix cache evicts these device blocks,
+    #: because this step overwrites them.
     store: list[BlockCopy] = field(default_factory=list)
     #: From slots of the offload tier to device blocks. The same step may fill the slot by `store`.
     #: `block_copies` run after `restore`, because several samples of one prompt share the restored
@@ -98,8 +99,8 @@ class SchedulerOutput:
     restore: list[BlockCopy] = field(default_factory=list)
     #: Increases by one per step; identifies the step in logs and crash dumps.
     step_id: int = 0
-    #: In an expert-parallel group: tokens that each rank runs in this step, by rank. Empty for an
-    #: engine outside a group.
+    #: In an expert-parallel group: number of tokens that each rank runs in this step, by rank.
+    #: Empty for an engine outside a group.
     wave_tokens: tuple[int, ...] = ()
 
     @property
@@ -143,7 +144,8 @@ class GrammarOutput:
     The scheduler computes the bitmask while the model runs, and the sampler applies the bitmask.
     """
 
-    #: Requests of the rows of `bitmask`: those that sample in this step and have a grammar.
+    #: Id of the request of each row in `bitmask`. These requests sample in this step and have a
+    #: grammar.
     request_ids: list[str]
     #: [len(request_ids), ceil(vocab_size / 32)]. Token t is allowed iff bit t % 32 of word t // 32
     #: is set.
@@ -156,9 +158,8 @@ class ModelRunnerOutput:
 
     #: The token of each request that sampled in this step.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    #: By request id, for requests with `logprobs` and for beam searches. The top entries of a beam
-    #: search are its best continuations. `worker.sampling.sampler.report_logprobs` describes their
-    #: number.
+    #: By request id, for requests with `logprobs` and for beams. The top entries of a beam are its
+    #: best continuations. `worker.sampling.sampler.report_logprobs` describes how many there are.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     #: By request id, for requests with `prompt_logprobs`. The entries belong to the prompt
     #: tokens that this step predicted, from position num_computed_tokens + 1 on.

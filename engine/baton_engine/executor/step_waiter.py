@@ -1,4 +1,4 @@
-"""Waits for the results of a step, and fails if no worker can still return them."""
+"""Waits for the results of a step, and fails if a worker has died or the step times out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepWaiter:
     def __init__(
         self, executor: Executor, step_timeout_s: float, on_failure: Callable[[str], None]
     ) -> None:
-        """Set the failure callback of the executor.
+        """Create the waiter, and set the failure callback of the executor.
 
         Args:
             executor: runs the steps.
@@ -34,10 +34,13 @@ class StepWaiter:
         executor.set_failure_callback(self._fail)
 
     def wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Return the results of the step whose future `Executor.sample_tokens` has returned.
+        """Wait for the results of a step and return them.
+
+        Args:
+            future: the future that `Executor.sample_tokens` has returned for the step.
 
         Raises:
-            WorkerDiedError: a worker died before, or the step takes longer than the timeout.
+            WorkerDiedError: a worker has died, or the step takes longer than the timeout.
         """
         interval_s = min(_FAILURE_CHECK_S, self._timeout_s)
         # Add up the intervals instead of reading the clock. By the clock, a step would time out as

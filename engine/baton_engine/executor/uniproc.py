@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class UniProcExecutor(Executor):
     """Runs one worker in a thread of this process."""
 
-    #: Time for the worker to end. A step that hangs holds the worker's thread.
+    #: Maximum wait for the worker to end. The worker cannot end while a step hangs in its thread.
     shutdown_timeout_s = 10.0
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:

@@ -252,7 +252,10 @@ class DPEngineCore(EngineCore):
             )[0]
 
     def _commit(self, standby: StandbyGeneration) -> None:
-        """Commit a prepared generation. This rank then serves in it, or leaves the group."""
+        """Commit a prepared generation.
+
+        If the generation has this rank, the rank then serves in it, else the rank leaves the group.
+        """
         generation, started = standby.generation, time.monotonic()
         self._standby = None
         if standby.rank is None:
@@ -377,7 +380,7 @@ class DPEngineCore(EngineCore):
     def _must_step(self) -> bool:
         """Whether this rank must step with the other ranks.
 
-        Without tokens of its own it runs a dummy batch.
+        A rank without tokens of its own then runs a dummy batch if another rank has tokens.
         """
         return self._waves is not None and (self._waves.running or self._wants_vote)
 

@@ -49,8 +49,7 @@ from baton_protocol.topology import (
     TopologyMember,
 )
 
-#: Phases in which requests are accepted. In BROKEN, requests wait for the next
-#: generation.
+#: Phases in which requests are accepted. In BROKEN, requests wait for the next generation.
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
 #: A loop counts as stalled if it does not process a dismissal (`Directive.dismissed`) within this
 #: time.
@@ -82,7 +81,7 @@ class DPEngineCoreProc(EngineCoreProc):
         self._member: TopologyMember
         #: This rank's rendezvous store. It is open as long as this process runs.
         self._store: StoreServer
-        #: The generation of the last INIT sent to clients.
+        #: The generation of the last READY sent to clients.
         self._announced: Generation | None = None
         #: Arrival time of a dismissal that the loop has not processed yet.
         self._dismissed_at: float | None = None
@@ -134,7 +133,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def _join(self, generation: Generation, rank: int) -> ControlGroup:
         parallel = self.config.parallel
-        # A rank waits in an exchange while other ranks run a step.
+        # In an exchange, a rank waits until the other ranks have ended their steps.
         return join_control_group(
             generation,
             rank,

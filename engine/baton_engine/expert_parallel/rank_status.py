@@ -36,7 +36,7 @@ class RankReport:
             self.failed = self.failure = ""
 
     def on_progress(self, standby: StandbyGeneration) -> None:
-        """Record that the preparation has failed, or that the generation's commit was received."""
+        """Record a failure of the preparation, and whether the commit was received."""
         if standby.failure and self.failed != standby.generation.nonce:
             self.failed, self.failure = standby.generation.nonce, standby.failure
         if standby.committed:

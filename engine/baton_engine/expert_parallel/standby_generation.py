@@ -56,8 +56,8 @@ class StandbyGeneration:
         self.failure = ""
         #: Whether the commit was received. A commit is final.
         self.committed = False
-        #: Earliest time at which this rank starts an exchange only to vote. A vote that was not
-        #: unanimous delays the next one.
+        #: Earliest monotonic time at which this rank starts an exchange only to vote. A vote that
+        #: was not unanimous delays the next vote.
         self.vote_due = 0.0
         #: The latest wave of this generation that another rank has started.
         self.start: StartWave | None = None

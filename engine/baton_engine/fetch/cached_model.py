@@ -29,7 +29,7 @@ class CachedModel:
 
     @property
     def advice(self) -> str:
-        """What to do if the model cannot be downloaded."""
+        """Advice for the error message if the model cannot be downloaded."""
         return (
             f"there is no local folder {self.name}, and {self.folder} is not complete. Without a "
             "network, pass the folder of a checkpoint, or copy this folder of the cache from a "
@@ -43,14 +43,15 @@ def find_cached_model(
     """Return the model that a name or a URI refers to, or None for the path of a folder.
 
     Args:
-        model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. If the path ORG/NAME
-            exists, it is a path.
+        model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. If a local path
+            `ORG/NAME` exists, the path is meant.
         revision: branch, tag or commit of a hub's model.
         download_dir: the cache; None: `default_cache`.
 
     Raises:
         FetchError: the URI is invalid.
-        ValueError: the model has no revisions, or two are given.
+        ValueError: `revision` is given for a folder or an object store, or for a `model` that
+            already names a revision.
     """
     text = str(model)
     if "://" not in text:

@@ -152,7 +152,7 @@ class Partial:
     def _reuse_leftover(self, other: Path, files: Iterable[RemoteFile]) -> None:
         try:
             owner = os.open(other / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # its fetcher was killed at the start, or another one removed it
+        except OSError:  # the fetcher was killed at its start, or the folder was removed
             discard(other)
             return
         try:

@@ -27,8 +27,8 @@ class _Beat(msgspec.Struct):
     """A heartbeat: the content of the lock file while a fetcher holds the lock."""
 
     holder: str
-    #: Boot id of the holder's kernel. A fetcher on the same kernel that gets the flock ignores the
-    #: heartbeat.
+    #: Boot id of the holder's kernel. A fetcher on the same kernel needs no heartbeat, because the
+    #: kernel releases the flock when the holder dies.
     machine: str
     #: Number of earlier heartbeats of this holder.
     count: int

@@ -12,7 +12,8 @@ Only = Literal["all", "tokenizer"]
 
 WEIGHTS_SUFFIX = ".safetensors"
 CONFIG_FILE = "config.json"
-#: How `sentence-transformers` pools. Engines read no other file below the top of the folder.
+#: Settings of the pooling, written by `sentence-transformers`. Engines read no other file in a
+#: subfolder of the model.
 POOLING_FOLDER = "1_Pooling"
 POOLING_FILE = f"{POOLING_FOLDER}/config.json"
 MAX_FILES = 4096

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 NUM_THREADS = min(2, os.cpu_count() or 1)
 #: Maximum length of an error message, in characters.
 MAX_REASON_LENGTH = 300
-# Stricter than llguidance's defaults, which suit trusted schemas. A lexer state takes 1 to 2 kB, so
-# these two limits hold an untrusted schema to about 60 MB.
+# These limits are stricter than llguidance's defaults, which suit trusted schemas. A lexer state
+# takes 1 to 2 kB, so MAX_LEXER_STATES limits an untrusted schema to about 60 MB.
 MAX_GRAMMAR_SIZE = 100_000
 MAX_LEXER_STATES = 30_000
-# The time for a token grows faster than the cube of the items of a row. 1000 take up to 25 ms, and
-# the default of 2000 takes a second. An object with 250 optional properties has 1000 items.
+# The time for a token grows faster than the cube of the number of parser items in a row. 1000 items
+# take up to 25 ms. llguidance's default limit of 2000 items allows a second. An object with 250
+# optional properties has 1000 items.
 MAX_ROW_ITEMS = 1000
 MAX_STEP_ITEMS = 10_000
 
@@ -69,7 +70,7 @@ class GrammarCompiler:
     def bitmask(self, matchers: Sequence[LLMatcher]) -> npt.NDArray[np.int32]:
         """Return the tokens that each matcher allows next: one row of bits per matcher.
 
-        A row is as wide as the tokenizer.
+        A row has a bit for each token of the tokenizer, packed into 32-bit words.
         """
         backend = self._load()
         width = -(-backend.tokenizer.vocab_size // 32)
@@ -136,8 +137,8 @@ class GrammarCompiler:
             try:
                 tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=eos_token_ids)
             except ValueError:
-                # Some tokenizers have more ids than the model has logits. `bitmask` cuts off these
-                # ids.
+                # Some tokenizers have more ids than the model has logits.
+                # `StructuredOutputManager.bitmask` cuts off these ids.
                 _check_ids(content)
                 tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
         except BaseException as error:  # a panic of the library's Rust code is not an Exception
@@ -181,9 +182,9 @@ def _to_llguidance(spec: StructuredOutput) -> str:
 
     match spec.kind:
         case StructuredOutputKind.JSON:
-            # An error gives the position in the client's own text.
+            # Parse the client's own text, so that an error gives a position in it.
             is_object = isinstance(json.loads(spec.spec), dict)
-            # Overrides need an object, but true and false are also schemas.
+            # Overrides need a schema that is an object, but true and false are also schemas.
             schema = spec.spec if is_object else f'{{"allOf": [{spec.spec}]}}'
             # Overrides also replace the settings in the schema's own x-guidance.
             return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORMAT)

@@ -21,10 +21,11 @@ import msgspec
 from baton_engine.grammar.compiler import GrammarCompiler
 from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
 
-#: Processor time for one specification. A schema of 100 KB takes less than a second. Other clients'
-#: new specifications wait for this long.
+#: Limit on the processor time for one specification. A schema of 100 KB takes less than a second.
+#: New specifications of other clients wait until the compilation ends.
 MAX_CPU_S = 2
-#: The same as wall time, on a machine whose CPUs have other work. It includes the process's start.
+#: Limit on the wall time for one specification, including the start of the process. It is longer,
+#: because the CPUs may have other work.
 MAX_WALL_S = 120.0
 #: Memory that the compilation of one specification may allocate.
 MAX_MEMORY_BYTES = 256 * 2**20
@@ -34,7 +35,7 @@ STACK_BYTES = 2**20
 
 
 class GrammarTrial:
-    """The child process, which starts with the first specification. Thread-safe.
+    """The child process that compiles specifications. It starts with the first one. Thread-safe.
 
     Args:
         model_path: the folder of the checkpoint.
@@ -79,7 +80,7 @@ class GrammarTrial:
             return b""
         if self._process is None:
             self._process = subprocess.Popen(
-                # -P: the working folder may be that of a checkpoint.
+                # -P: import no module from the working folder, which may be a checkpoint.
                 [
                     sys.executable,
                     "-P",
@@ -145,7 +146,7 @@ def _compile(compiler: GrammarCompiler, spec: StructuredOutput) -> tuple[str, in
     """Compile a specification.
 
     Returns:
-        Why it cannot be compiled, or an empty string, and the bytes that the grammar takes.
+        An error message, which is empty on success, and the size of the grammar in bytes.
     """
     before = _num_allocated()
     try:

@@ -31,10 +31,10 @@ from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKin
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-#: Compiled grammars kept for later requests with the same specification.
+#: Maximum number of compiled grammars that are kept for requests with the same specification.
 MAX_COMPILED = 128
-#: Limit on the bytes of these grammars, as the trial measures them. A character of a schema takes
-#: about 120 bytes, and a character of a regular expression up to 4 KB.
+#: Limit on the total bytes of kept grammars, as `GrammarTrial` measures them. A character of a
+#: schema takes about 120 bytes, and a character of a regular expression up to 4 KB.
 MAX_COMPILED_BYTES = 2**28
 #: Processor time in which the grammars of a client may accept tokens: an initial amount, and an
 #: amount that each token adds. A token of JSON takes less than 0.1 ms. An ambiguous grammar of a
@@ -45,7 +45,8 @@ S_PER_TOKEN = 0.0003
 #: large schema take longer than later ones.
 FREE_BITMASK_S = 1.0
 S_PER_BITMASK = 0.001
-#: A grammar that has used at most this part of a client's time is not slow.
+#: When a client has used up its time, its slow grammars end. A grammar is slow if it has used more
+#: than this fraction of the initial amount, plus the amounts that its own tokens add.
 SHARE = 0.1
 #: If the bitmasks of a step take longer than SLOW_S plus SLOW_ROW_S per grammar, the next step
 #: measures the time of each grammar.
@@ -61,8 +62,8 @@ class Allowance:
     """The processor time that the running grammars of one client may still use.
 
     Args:
-        free_s: the time at first, and the limit of what is saved up.
-        s_per_token: time that each token adds.
+        free_s: initial time in seconds, and the maximum time that can be saved up.
+        s_per_token: seconds that each token adds.
     """
 
     def __init__(self, free_s: float, s_per_token: float) -> None:
@@ -75,13 +76,18 @@ class Allowance:
         self._left_s = max(-self._free_s, saved_s - seconds)
 
     def is_exceeded_by(self, seconds: float, num_tokens: int) -> bool:
-        """Return whether nothing is left because of a grammar that has used this much."""
+        """Return whether no time is left, and a grammar with this usage is slow: see SHARE.
+
+        Args:
+            seconds: processor time that the grammar has used.
+            num_tokens: number of the grammar's tokens or bitmasks.
+        """
         own_s = SHARE * self._free_s + self._s_per_token * num_tokens
         return self._left_s < 0 and seconds > own_s
 
 
 class GrammarClient:
-    """What the running grammars of one client share."""
+    """The processor time that the running grammars of one client share."""
 
     def __init__(self) -> None:
         self.tokens = Allowance(FREE_S, S_PER_TOKEN)
@@ -188,7 +194,8 @@ class StructuredOutputManager:
         self._was_slow = False
         self._compiled: OrderedDict[_Key, tuple[LLMatcher, int]] = OrderedDict()
         self._pool = FairThreadPool(NUM_THREADS, "grammar")
-        #: By the beginning of their cache salts. A client without running grammars is forgotten.
+        #: By the start of the cache salt, which identifies the client. A client without running
+        #: grammars is removed.
         self._clients: WeakValueDictionary[str, GrammarClient] = WeakValueDictionary()
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
@@ -207,7 +214,7 @@ class StructuredOutputManager:
         client = self._clients.setdefault(name, GrammarClient())
         if (matcher := self._find(key)) is None:
             future = self._pool.submit(name, lambda: self._compile(spec, key, client))
-        else:  # it does not wait for specifications that are being compiled
+        else:  # a compiled grammar need not wait for other compilations
             future = Future()
             future.set_result(self._grammar(matcher, client))
         future.add_done_callback(lambda _: self._wakeup())

@@ -27,13 +27,15 @@ from baton_engine.bounded_log import SparseLog, one_line
 
 logger = logging.getLogger(__name__)
 
-#: Beyond this number, the connection with the oldest request is closed.
+#: Maximum number of open connections. At the limit, a new connection closes the connection that has
+#: been without a response for the longest time.
 MAX_CONNECTIONS = 128
 #: Maximum time from the start of a connection, or from its last response, to its next response.
 REQUEST_TIMEOUT_S = 20.0
 #: A client that sends or reads nothing for this long is disconnected.
 SOCKET_TIMEOUT_S = 10.0
-#: A request for the largest topology has 70 KB. Clients without the key can also send bodies.
+#: Limit on the body of a request. The largest topology has 70 KB. The limit is low because clients
+#: without the service key can also send bodies.
 MAX_BODY_BYTES = 2**17
 #: Limit on the headers of a request. http.server allows 6.5 MB.
 MAX_HEAD_BYTES = 2**14
@@ -159,7 +161,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     timeout = SOCKET_TIMEOUT_S
     protocol_version = "HTTP/1.1"
-    #: Whether the client may still send a body, because it was not read.
+    #: Whether the request has a body that was not read.
     _has_unread_body = False
 
     def parse_request(self) -> bool:

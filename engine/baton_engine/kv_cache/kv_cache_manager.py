@@ -57,8 +57,8 @@ class KVCacheManager:
 
         Args:
             block_size: tokens per block.
-            model_key: the engine's compatibility hash. Block hashes of different keys cannot be
-                compared.
+            model_key: the engine's compatibility hash. Engines with different keys compute
+                different block hashes for the same tokens.
             num_swap_blocks: blocks in host memory for swapped sequences.
             num_offload_blocks: slots in host memory for evicted blocks of the prefix cache. 0
                 disables the offload tier.

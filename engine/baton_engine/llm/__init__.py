@@ -2,7 +2,7 @@
 
 llm              `LLM`: generate, chat, beam_search
 async_llm        `AsyncLLM`: the same for asyncio, with streams
-local_model      what both share: the engine core, the tokenizer, defaults
+local_model      what `LLM` and `AsyncLLM` share: the engine core, the tokenizer, defaults
 model_fetch      downloads a model that is not a local folder
 params           sampling and beam-search parameters, and their checks
 prompt_inputs    forms of prompts and conversations, and their checks

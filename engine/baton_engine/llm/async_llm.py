@@ -53,7 +53,7 @@ class AsyncLLM:
         )
         self.config = self._model.config
         self._loop = AsyncStepLoop(self._model.core, self._model.wakeup)
-        # The thread ends before the core, even without close().
+        # Also without close(), the thread must end before the core shuts down.
         weakref.finalize(self, self._loop.close)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -70,9 +70,9 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate text that continues a prompt, and yield all of it each time it has grown.
+        """Generate text that continues a prompt. Yield the whole text each time it has grown.
 
-        The end of the iteration, also by cancellation, aborts requests that still run. Use
+        When the iteration ends or is cancelled, requests that still run are aborted. Use
         `contextlib.aclosing` around a loop that may end early.
 
         Args:

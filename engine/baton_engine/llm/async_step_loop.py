@@ -19,7 +19,7 @@ _Item = EngineCoreOutput | Exception
 
 
 class OutputStream:
-    """The outputs of one prompt's requests, on their way from the thread to an event loop."""
+    """Passes the outputs of one prompt's requests from the engine's thread to an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class AsyncStepLoop:
     def __init__(self, core: EngineCore, wakeup: threading.Event) -> None:
         self._core = core
         self._wakeup = wakeup
-        #: Functions to run between two steps. None: end.
+        #: Functions to run between two steps. None ends the loop.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}
         self._failure: Exception | None = None
@@ -72,7 +72,7 @@ class AsyncStepLoop:
         self._command(lambda: self._add(requests, stream))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests. Their streams get nothing more."""
+        """End requests. Their streams receive no further outputs of these requests."""
         ids = list(request_ids)
         self._command(lambda: self._abort(ids))
 
@@ -111,7 +111,7 @@ class AsyncStepLoop:
                 self._commands.put(command)
                 self._wakeup.set()
                 return
-        command()  # it finds that the loop was closed
+        command()  # the loop was closed, so the command reports `_failure`
 
     def _run(self) -> None:
         while self._take_commands():

@@ -157,7 +157,7 @@ class VectorCollector(Collector):
 
     @property
     def vector(self) -> bytes:
-        """The result of the prompt, as float32. The request must have ended."""
+        """The vector of the prompt, as the bytes of float32 values. The request must have ended."""
         assert self._output is not None
         assert self._output.pooler_output is not None
         return self._output.pooler_output
@@ -185,7 +185,7 @@ class VectorCollector(Collector):
         )
 
     def similarity(self, other: VectorCollector) -> ScoringRequestOutput:
-        """Return the cosine of this prompt's embedding and another one. Both are normalized."""
+        """Return the cosine of the embeddings of two prompts. Both vectors must be normalized."""
         return ScoringRequestOutput(
             self.requests[0].request_id,
             ScoringOutput(dot(self.vector, other.vector)),

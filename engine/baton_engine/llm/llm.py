@@ -43,7 +43,7 @@ class LLM:
         seed: seed of the random generator that draws a seed for each prompt without a seed. With
             the same seed, the same calls return the same texts.
         generation_config: "auto" takes default sampling parameters from the
-            checkpoint's generation_config.json. "none" does not.
+            checkpoint's generation_config.json. "none" takes Baton's defaults.
         revision: branch, tag or commit of a hub's model. None: main.
         download_dir: the cache of downloaded models. None: $XDG_CACHE_HOME/baton/models, or
             ~/.cache/baton/models.
@@ -232,8 +232,8 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts.
 
-        A reranker returns the relevance of the second text for the first one, from 0 to 1. Another
-        pooling model returns the cosine of both embeddings.
+        With a reranker, the score is the relevance of the second text to the first text, from 0 to
+        1. With another pooling model, it is the cosine of both embeddings.
 
         Args:
             data_1: the first texts, or one text for all pairs.

@@ -96,7 +96,7 @@ class LocalModel:
             raise
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, self.core.shutdown)
-        #: The last template that a caller gave. Its process is used again for the same source.
+        #: The last template that a caller passed. Calls with the same source reuse it.
         self._given_template: ChatTemplate | None = None
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
@@ -147,7 +147,7 @@ class LocalModel:
 
         Args:
             source: Jinja source to use instead of the checkpoint's template.
-            variables: the caller's variables, which must not be those of `chat` itself.
+            variables: the caller's variables, which must not include arguments of `chat`.
 
         Raises:
             ValueError: there is no template, or a variable is an argument of `chat`.

@@ -41,7 +41,7 @@ def fetch_model(model: CachedModel) -> None:
 
 @contextlib.contextmanager
 def _progress_bar(progress: FetchProgress, name: str) -> Iterator[None]:
-    """Show the progress in a thread from the first byte on."""
+    """Show a progress bar during the `with` block. A thread updates the bar."""
     end = threading.Event()
     thread = threading.Thread(target=_show, args=(progress, name, end), daemon=True)
     thread.start()

@@ -57,7 +57,7 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
 
     Raises:
         TypeError: the prompt has another type.
-        ValueError: the prompt is empty, or a text that cannot be encoded.
+        ValueError: the prompt is empty, or its text cannot be encoded.
     """
     given: Any = prompt  # not checked yet
     if isinstance(given, dict):
@@ -84,7 +84,7 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
 
 
 def pair_list(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of two texts or lists of texts. One first text is paired with all others.
+    """Return the pairs of first and second texts. A single first text is paired with all others.
 
     Raises:
         TypeError: the arguments are neither texts nor lists of texts.

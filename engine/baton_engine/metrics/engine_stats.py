@@ -35,11 +35,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     #: Prompt tokens of started requests. The next three counters split these tokens by the source
     #: of their KV.
     prompt_tokens: int = 0
-    #: Computed here, including repetitions after a preemption.
+    #: Prompt tokens computed in this engine, including recomputation after a preemption.
     prompt_tokens_computed: int = 0
     prompt_tokens_remote: int = 0
     prompt_tokens_cached: int = 0
-    #: Tokens that arrived with a request, whose KV a prefill engine should have sent but did not.
+    #: Tokens of arriving requests that this engine computed because a prefill engine did not send
+    #: their KV.
     kv_transfer_recomputed_tokens: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0

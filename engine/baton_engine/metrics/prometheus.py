@@ -159,7 +159,7 @@ class EngineCollector(Collector):
                 "KV transfers that did not transfer all their blocks, counted once per worker.",
                 labels=["model_name", "reason"],
             ),
-            # Including those with 0: Prometheus rates need that sample.
+            # Also reasons without failures, because Prometheus rates need a sample of 0.
             {(reason,): stats.failures.get(reason, 0) for reason in FailureReason},
         )
         yield self._filled(

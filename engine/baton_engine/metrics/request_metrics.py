@@ -194,7 +194,7 @@ class RequestMetrics:
     ) -> None:
         del self._unfinished[request_id]
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            return  # their times do not describe how long requests take
+            return  # the histograms below describe only requests that ran to their end
         histograms = self.histograms
         histograms["e2e_request_latency_seconds"].observe(now - progress.arrived)
         histograms["request_prompt_tokens"].observe(progress.num_prompt_tokens)

@@ -21,12 +21,12 @@ class TopologyStats(msgspec.Struct, kw_only=True):
     #: Number of the generation. 0: none.
     generation: int = 0
     rank: int = 0
-    #: Ranks of the generation.
+    #: Number of ranks of the generation.
     size: int = 0
     #: Number of the running wave. Outside a wave: number of the next wave.
     wave: int = 0
     wave_running: bool = False
-    #: Steps of waves.
+    #: Number of steps run together with the other ranks.
     num_steps: int = 0
     #: Dummy batches: steps in which this rank only ran its experts for other ranks.
     num_steps_without_tokens: int = 0

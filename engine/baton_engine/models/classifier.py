@@ -25,7 +25,7 @@ class Classifier(nn.Module):
 
 
 def token_score(logits: Tensor, label_token_ids: tuple[int, ...]) -> Tensor:
-    """Return the logit of the second token minus that of the first, [rows, 1].
+    """Return the logit of the second token minus the logit of the first token, [rows, 1].
 
     The sigmoid of the result is the softmax over both tokens.
 

@@ -31,8 +31,8 @@ def model_classes() -> dict[str, type[Model]]:
 def class_of(architecture: str) -> type[Model] | None:
     """Return the class of an architecture. None: the architecture is unknown.
 
-    Qwen3Model and Qwen3ForSequenceClassification have the class of Qwen3ForCausalLM, and another
-    output layer or none.
+    Some pooling architectures use the class of the generating architecture, with another output
+    layer or none. For example, Qwen3Model and Qwen3ForSequenceClassification use Qwen3ForCausalLM.
     """
     classes = model_classes()
     for suffix in ("Model", "ForSequenceClassification"):
@@ -96,7 +96,7 @@ def load_model(
         return {name.removeprefix(prefix): target for name, target in targets.items()}
 
     shapes = {name: target.shape for name, target in in_checkpoint(whole.weight_targets()).items()}
-    # Before memory is allocated: the shapes that config.json demands may be of any size.
+    # Check the shapes before memory is allocated, because config.json may contain any sizes.
     ignored = [name.removeprefix(prefix) for name in whole.ignored_weights()]
     check_weights(path, entries, shapes, ignored=ignored)
     model = make_model(config, parallel)
@@ -105,7 +105,7 @@ def load_model(
             layer.leave_out_experts()
     model = model.to(dtype)
     try:
-        # Like to_empty(), which imports SymPy to copy the strides of meta tensors.
+        # The same as to_empty(), but without its import of SymPy for strides of meta tensors.
         model._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
     except RuntimeError as error:  # torch has no other type for a failed allocation on a CPU
         raise ConfigurationError(

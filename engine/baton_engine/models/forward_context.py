@@ -77,7 +77,7 @@ class ForwardContext:
 
     @property
     def query_bounds(self) -> list[tuple[int, int]]:
-        """The first token of each sequence in this step, and the end of its tokens."""
+        """The tokens [start, end) of each sequence, as indices of this step's tokens."""
         if self._bounds is None:
             bounds = self.cu_seqlens_q.tolist()
             self._bounds = list(itertools.pairwise(bounds))

@@ -22,7 +22,7 @@ from baton_kernels.moe import ExpertList
 class FusedModel:
     """The forward of a model, with all layers in one compiled operation.
 
-    A step in which single layers report something runs layer by layer.
+    A step in which single layers report routed experts or written KV runs layer by layer.
     """
 
     def __init__(self, model: CausalLM, layers: DecoderLayers) -> None:

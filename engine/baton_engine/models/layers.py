@@ -231,7 +231,7 @@ class DecoderLayer(nn.Module):
 
 
 class Model(nn.Module):
-    """Base class of decoders and encoders: what a worker needs of one rank's part of a model."""
+    """Base class of decoders and encoders: the interface of one rank's part of a model."""
 
     #: Prefix of the names of all tensors, except those of output layers. In a checkpoint that was
     #: saved without an output layer, the names may lack the prefix.
@@ -248,7 +248,7 @@ class Model(nn.Module):
 
     @property
     def head(self) -> VocabParallelEmbedding | None:
-        """The output projection. None on other stages than the last, and in a pooling model."""
+        """The output projection. None on all stages but the last, or if no logits are needed."""
         return None
 
     @cached_property

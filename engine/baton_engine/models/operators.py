@@ -212,5 +212,5 @@ _define(
     _like_first,
 )
 
-#: Operators at which a traced graph is cut -> the function that replaces the operator then.
+#: Operators at which a traced graph is cut, and the function that replaces each of them.
 SPLITTING = {torch.ops.baton.attend.default: _attend_to_real_tokens}

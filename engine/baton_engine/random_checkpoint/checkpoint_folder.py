@@ -21,11 +21,11 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-#: Encoders by model_type. They generate nothing.
+#: Architectures of encoders by model_type. Encoders generate no text.
 ENCODERS = {"bert": "BertModel"}
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
-#: Field of the pooling module's config.json by pooling.
+#: Field in config.json of the pooling module that selects each pooling.
 POOLINGS = {
     "last": "pooling_mode_lasttoken",
     "mean": "pooling_mode_mean_tokens",

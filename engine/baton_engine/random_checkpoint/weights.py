@@ -66,7 +66,7 @@ def random_weights(
             )
             values *= (2.0 if sharp else 1.5) / math.sqrt(target.shape[-1])
         if config.pooling is not None and config.pooling.task is Task.EMBED:
-            # saved without an output layer
+            # An embedding model has no output layer, so its tensor names have no prefix.
             name = name.removeprefix(model.NAME_PREFIX)
         weights[name] = values.to(getattr(torch, dtype))
     return weights

@@ -1,15 +1,15 @@
 """Admission: decides which waiting request joins the batch, or starts to load its KV.
 
 To start, a request needs a place in the batch, token budget, and KV blocks for its prompt and
-generated tokens. All queues are ordered by (priority, arrival). Later requests do not overtake a
-first request that does not fit in the free blocks. Requests that wait for remote KV, for a grammar
-or for the prompt of their sample group do not block other requests.
+generated tokens. All queues are ordered by (priority, arrival). If the first request does not fit
+in the free blocks, later requests do not overtake it. Requests that wait for remote KV, for a
+grammar or for the prompt of their sample group do not block other requests.
 
 Requests of one priority do not starve each other. When all earlier requests have ended, the first
-request is admitted as soon as enough blocks are free. It is preempted last, and its prompt is the
-first to get the tokens that decodes leave. At least one token is left, because each decode takes
-one and at most `max_num_batched_tokens` sequences run. Requests with a lower priority value always
-come first.
+request is admitted as soon as enough blocks are free. It is preempted last. Its prompt gets tokens
+in every step: each decode takes one token of the budget, and the first prompt is next in line for
+the rest. At most `max_num_batched_tokens` sequences run, so with one prompt among them the decodes
+never use the whole budget. Requests with a lower priority value always come first.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class BatchAdmission:
     ) -> LazyDecisions[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        A request in the queue `waiting` starts first if its order is before the loaded request's.
+        A request in the queue `waiting` starts first if it precedes the loaded request in order.
         While requests are swapped out, only loaded requests start here, because the free blocks
-        are for the swapped requests.
+        are reserved for the swapped requests.
         """
         while (
             step.budget > 0
@@ -97,7 +97,8 @@ class BatchAdmission:
         A request waits while another request of its group computes or loads the group's prompt.
 
         Returns:
-            None if too few blocks are free, or if the request needs a step of its own.
+            None if too few blocks are free, or if the request must wait for an empty step (see
+            `_admit`).
         """
         group = request.group
         if group is not None and self.groups.is_computing_prompt(group, step):
@@ -113,7 +114,8 @@ class BatchAdmission:
         """Return the decision to admit a request with blocks for all its tokens.
 
         Returns:
-            None if too few blocks are free, or if the request needs a step of its own.
+            None if too few blocks are free. Without chunked prefill, also None if the request
+            exceeds the token budget that is left in `step`, and `step` already runs other tokens.
         """
         sequence, kv = request.sequences[0], self.kv
         cached: list[CachedBlock] = []
@@ -121,7 +123,7 @@ class BatchAdmission:
             cached = kv.find_cached_prefix(sequence, sequence.num_reusable_tokens)
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
         if not self.enable_chunked_prefill and num_uncached > step.budget and step.ranges:
-            return None  # A preempted request that outgrew the budget starts in a step of its own.
+            return None  # In an empty step, even a request with more tokens than the budget starts.
         keep_free = self._keep_free
         if request.beams is not None:
             keep_free = max(
@@ -151,9 +153,9 @@ class BatchAdmission:
 
     @property
     def _keep_free_of_loads(self) -> int:
-        """Number of free blocks that a load leaves.
+        """Number of blocks that must stay free after a load has taken its blocks.
 
-        At least one block is left for each running, loading or loaded sequence.
+        At least one block stays free for each running, loading or loaded sequence.
 
         A load takes blocks long before its request runs. Without this reserve, loads could take all
         blocks, and running requests would preempt each other.
@@ -166,7 +168,8 @@ class BatchAdmission:
 
         Args:
             request: first request of `waiting_to_load`.
-            keep_for: earlier request that waits to run. Enough blocks for `keep_for` stay free.
+            keep_for: earlier request that waits to run. Enough blocks for this request stay free.
+                None: no earlier request waits.
 
         Returns:
             None if too few blocks are free.

@@ -1,8 +1,8 @@
 """Decisions that the scheduler's collaborators return. They change no state until they are applied.
 
-`Scheduler._apply` applies the decisions that fill a step. `Scheduler._settle` applies the results
-of steps, loads and compilations, which need no step under construction: `Finished` and `Queued`.
-Each type of decision is one method of `RequestLifecycle`.
+`Scheduler._apply` applies the decisions that fill a step. `Scheduler._settle` applies the decisions
+that follow from results of steps, KV loads and grammar compilations: `Finished` and `Queued`. These
+need no step under construction. `RequestLifecycle` has one method for each type of decision.
 
 There is no decision to run a token: `Scheduler` adds tokens to the step itself. One decision for
 each decoded token made the engine core take 20 % more time per request and step
@@ -74,7 +74,10 @@ class SwappedIn(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A request no longer waits for remote KV or for steps in flight, and is queued to run."""
+    """A request's wait has ended, and the request is queued to run.
+
+    The request has waited for remote KV, its grammar, its group's prompt or steps in flight.
+    """
 
     request: Request
 

@@ -84,7 +84,11 @@ class GrammarQueue:
 
 
 def _end_compilation(request: Request, future: Future[Grammar]) -> Finished | Queued:
-    """Give a request its grammar, and return whether the request is queued or ends."""
+    """Set the grammar of a request, and return the decision that queues or ends the request.
+
+    Args:
+        future: the completed compilation.
+    """
     error = future.exception()
     if error is None:
         request.grammar = future.result()
@@ -96,7 +100,7 @@ def _end_compilation(request: Request, future: Future[Grammar]) -> Finished | Qu
             return Queued(request)
     elif isinstance(error, ValueError):
         message = str(error)
-    else:  # such as a panic of the parser, which ends this request and not the engine
+    else:  # for example a panic of the parser; only this request ends, and the engine continues
         logger.error(
             "request %s ends with an error, because its grammar cannot be compiled",
             request.request_id,

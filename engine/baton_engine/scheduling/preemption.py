@@ -85,7 +85,7 @@ class Preemptor:
             yield SwappedIn(unit)
 
     def _last_running(self, first: Request) -> Request | None:
-        """Return the last running request in order that may be preempted: `first` or a later one.
+        """Return the last running request that may be preempted: `first` or a later request.
 
         Requests before `first` may already be in the step. Requests that compute KV for a peer are
         skipped, because the peer may read their blocks at any time.

@@ -16,9 +16,9 @@ class PromptChunks:
         self.threshold = state.config.long_prefill_token_threshold
 
     def num_tokens(self, step: StepBuilder, sequence: Request) -> int:
-        """Return how many tokens of `sequence` the step computes: as many as its budget allows.
+        """Return how many tokens of `sequence` to compute in `step`, within the step's budget.
 
-        If a shorter prompt waits, it is at most `long_prefill_token_threshold`.
+        While a shorter prompt waits, the number is at most `long_prefill_token_threshold`.
         """
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         if 0 < self.threshold < num_tokens and self._shorter_prompt_waits(step, sequence):
@@ -26,7 +26,10 @@ class PromptChunks:
         return num_tokens
 
     def _shorter_prompt_waits(self, step: StepBuilder, sequence: Request) -> bool:
-        """Return whether the first waiting prompt, or another unfinished one, is shorter."""
+        """Return whether another prompt has fewer tokens left to compute than `sequence`.
+
+        The other prompts are those of the first waiting request and of the running requests.
+        """
         num_tokens = sequence.num_uncomputed_tokens
         first = self.waiting.peek()
         return (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from baton_engine.scheduling.request import Order, Request
 
-#: The heap is not rebuilt while it has fewer dead entries than this number.
+#: The heap is not rebuilt while it has fewer dead entries (of removed requests) than this number.
 _MIN_DEAD = 64
 
 
@@ -68,8 +68,8 @@ class WaitingRequests:
     def __init__(self) -> None:
         self.waiting = RequestQueue()
         #: Requests whose KV was loaded from a peer. They hold all memory that they need to start,
-        #: so they precede `waiting`. Otherwise a loaded request could queue behind a request that
-        #: waits for the memory of the loaded request.
+        #: so they precede `waiting`. In one queue with them, a request could wait for memory that a
+        #: loaded request behind it holds.
         self.loaded = RequestQueue()
         #: Requests that will load their KV from a peer and have no blocks yet. A request moves to
         #: `loading` when it gets blocks. Requests in `loading` do not delay other requests.

@@ -38,7 +38,8 @@ from baton_protocol.engine_messages import (
     TokenLogprobs,
 )
 
-#: (priority, arrival, number of the group, number of the request).
+#: (priority, arrival time, number of the group's first request, number of the request). Requests
+#: are numbered in the order in which they were created. Without a group, both numbers are equal.
 Order = tuple[int, float, int, int]
 
 _sequence = itertools.count()
@@ -69,8 +70,8 @@ class WorkerState:
 
     #: Whether the worker has the sequence's tokens and block table.
     is_known: bool = False
-    #: Number of tokens that the worker had when the sequence was sent as a new one. Tokens that
-    #: steps in flight sample are included.
+    #: Number of tokens that the worker had when the sequence was last sent as a new request,
+    #: including tokens that steps in flight sample.
     num_tokens: int = 0
     #: Leading blocks whose ids the worker has.
     num_blocks: int = 0
@@ -143,8 +144,8 @@ class Request(KVSequence):
         #: Number of generated tokens that were passed to the grammar.
         self.num_grammar_tokens = 0
 
-        #: Whether the request has joined the batch, or started its KV load, before. Statistics then
-        #: include its prompt.
+        #: Whether the request has ever joined the batch or started its KV load. If so, the
+        #: statistics already count its prompt.
         self.started = False
         #: Number of prompt tokens that were cached, or shared with another request of the group,
         #: when the request first started.
@@ -166,7 +167,7 @@ class Request(KVSequence):
 
     @property
     def num_expected_tokens(self) -> int:
-        """Number of prompt and generated tokens, with those that steps in flight will sample."""
+        """Number of prompt and generated tokens, and of tokens that steps in flight will sample."""
         return len(self.token_ids) + self.num_placeholders
 
     @property
@@ -251,9 +252,10 @@ class Beam(Request):
     def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
         super().__init__(core_request, root=root)
         self.cumulative_logprob = 0.0
-        #: Logprobs of the tokens that this engine has generated.
+        #: Logprobs of the beam's generated tokens. Empty unless `logprobs` is requested.
         self.chosen: list[TokenLogprobs] = []
-        #: (token id, log-probability), best first. None until the beam has run.
+        #: Possible next tokens as (token id, log-probability), best first. None until the beam has
+        #: run.
         self.candidates: list[tuple[int, float]] | None = None
 
 

@@ -121,7 +121,7 @@ def _check_size(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """Raise RequestRefusedError if the request could never run within the limits of this engine."""
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
-    # No token follows a pooled prompt.
+    # At least one generated token must fit after a prompt, but no token follows a pooled prompt.
     longest = limits.max_model_len - (request.pooling_params is None)
     if num_tokens > longest:
         raise RequestRefusedError(

@@ -39,7 +39,7 @@ class RequestOutputs:
     def join_optional_outputs(
         self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str
     ) -> None:
-        """Join a step's prompt logprobs and routed experts to those of earlier steps.
+        """Append a step's prompt logprobs and routed experts to the results of earlier steps.
 
         `emit` adds the result to an output.
 

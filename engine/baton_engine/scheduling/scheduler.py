@@ -63,8 +63,8 @@ class Scheduler:
         self.state = state
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
-        #: Whether the last step ran tokens, moved requests, ended waits or carried metadata for the
-        #: connector. If so, another step may find work.
+        #: Whether the last step ran tokens, preempted or resumed requests, ended a request's wait
+        #: or carried metadata for the connector. If so, another step may find work.
         self.made_progress = False
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
@@ -79,7 +79,7 @@ class Scheduler:
     # Build a step
 
     def schedule(self) -> SchedulerOutput:
-        """Build the next step: `_fill` decides who runs."""
+        """Build the next step. `_fill` selects the requests that run."""
         step = StepBuilder(
             self.state.kv,
             self.state.worker,
@@ -107,8 +107,8 @@ class Scheduler:
         """
         if self._continue_running(step):
             # The preemption has freed memory for running requests. A request admitted in the same
-            # step would take this memory. A load could write to a block before the worker swaps it
-            # out.
+            # step would take this memory. A KV load could write to a block before the worker has
+            # swapped out the block's old content.
             return True
         admits = self.pause_state is PauseState.UNPAUSED
         preempted = admits and self._apply(step, self._admission.admit_loaded(step))
@@ -180,7 +180,10 @@ class Scheduler:
         return moved
 
     def _run_chunk(self, step: StepBuilder, sequence: Request) -> None:
-        """Run as many tokens of a sequence that has its blocks as `PromptChunks` allows."""
+        """Schedule the next tokens of a sequence whose blocks are allocated.
+
+        `PromptChunks` limits the number of tokens.
+        """
         step.run(sequence, self._chunks.num_tokens(step, sequence))
 
     def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
@@ -238,7 +241,7 @@ class Scheduler:
         """Return the step, with KV transfers, offload copies and ids of removed requests added.
 
         Args:
-            changed: whether a request was moved, or a wait ended.
+            changed: whether a request was preempted or resumed, or a request's wait ended.
         """
         for entry in step.ranges:
             if entry.sequence.kv_transfer is not None and entry.sequence.produces:
@@ -298,9 +301,9 @@ class Scheduler:
     def discard(self, step: SchedulerOutput) -> None:
         """Undo the tokens of the newest step in flight, so that later steps run these tokens.
 
-        The tokens must not have run. The other changes of the step, such as block copies, are not
-        undone. Workers must apply them exactly once: in `step`, whose tokens failed, or in
-        `step.without_tokens()`.
+        Call this if the step was not executed, or if its tokens failed. The step's other changes,
+        such as block copies, are not undone, and workers must apply them exactly once. If the step
+        was not executed, execute `step.without_tokens()`.
         """
         self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)

@@ -57,8 +57,8 @@ class SchedulerState:
                 running requests.
             fail_on_load_error: end a request whose KV load failed. If False, this engine computes
                 the missing blocks.
-            num_stages: pipeline stages. With more than one, workers get sampled tokens with the
-                next step, because only the last stage samples.
+            num_stages: number of pipeline stages. With more than one, workers get sampled tokens
+                with the next step, because only the last stage samples.
             structured_output: compiles grammars. If None, requests that need grammars are refused.
 
         Raises:
@@ -68,7 +68,8 @@ class SchedulerState:
         self.watermark_blocks = watermark_blocks
         self.fail_on_load_error = fail_on_load_error
         send_token_ids = num_stages > 1
-        # Several stages get sampled tokens with the next step, so no request may run ahead of them.
+        # With several stages, workers get a sampled token only with the next step. So no request
+        # may be scheduled before the scheduler has the request's last token.
         self.run_ahead = RunAhead(config.async_scheduling and not send_token_ids, max_model_len)
         self.limits = RequestLimits.of(config, kv, max_model_len)
         #: All unfinished requests.
@@ -76,7 +77,7 @@ class SchedulerState:
         self.running = RunningRequests(self.limits.max_num_seqs)
         self.queues = WaitingRequests()
         self.swapped = SwappedRequests()
-        #: A token passes one pipeline stage per step, so each step gets a part of the target.
+        #: A token passes one pipeline stage per step, so each step gets an equal share of it.
         self.prompt_budget = PromptBudget(config.target_itl_s / num_stages)
         self.grammars = GrammarQueue(structured_output)
         self.groups = SampleGroups()

@@ -55,7 +55,7 @@ class DrainStatus(msgspec.Struct):
     """The response to GET and POST /drain."""
 
     draining: bool
-    #: Requests running and waiting, and transfers that a peer still needs.
+    #: Number of running and waiting requests, and of KV transfers that a peer still needs.
     unfinished: int
 
 

@@ -62,20 +62,21 @@ logger = logging.getLogger(__name__)
 
 #: Maximum time that an idle loop waits for a message.
 IDLE_INTERVAL_S = 1.0
-#: The loop counts as stalled after the executor's step timeout and this margin.
+#: Added to the executor's step timeout. The loop counts as stalled if a step exceeds the sum.
 STUCK_MARGIN_S = 30.0
-#: The loop counts as stalled after this time in a utility call. wake_up may read weights.
+#: The loop counts as stalled if a utility call takes longer than this. wake_up may read weights.
 CALL_STUCK_AFTER_S = 1800.0
 #: Time that an HTTP request waits for the loop.
 ADMIN_TIMEOUT_S = 10.0
-#: Utility methods whose result is in the stats. For these, HTTP requests do not call the loop.
+#: Utility methods whose result is computed from the stats. The admin server runs them without the
+#: loop.
 FROM_STATS: dict[str, Callable[[EngineStats], bool]] = {
     "is_paused": lambda stats: stats.paused,
     "is_sleeping": lambda stats: stats.sleep_level is not None,
 }
 #: Maximum age of the KV connector's statistics while steps run.
 CONNECTOR_STATS_INTERVAL_S = 1.0
-#: Window of `Pong.longest_step_s`, which includes a step for one to two windows.
+#: Window of `Pong.longest_step_s`. A step counts for one to two windows after its end.
 LONGEST_STEP_WINDOW_S = 600.0
 
 
@@ -138,14 +139,15 @@ class EngineCoreProc:
             client_timeout_s=client_timeout_s,
         )
         self.request_metrics = RequestMetrics()
-        #: Pauses by kind of commit, see `topology_stats`. Empty for an engine outside a group.
+        #: Pauses for commits of a topology, by kind of commit: see `topology_stats`. Empty for an
+        #: engine outside an expert-parallel group.
         self.commit_pauses: dict[str, Histogram] = {}
         self._stats = EngineStats()
         #: Last time at which the engine was paused or asleep.
         self._suspended_at: float | None = None
         self._owners = RequestOwners(self.io.aborts)
         self._heartbeat = time.monotonic()
-        #: Last time at which unfinished requests could make progress, or at which there were none.
+        #: Last time at which no request was unfinished, or unfinished requests could make progress.
         self._last_progress = self._heartbeat
         self._step_seconds = RecentMaximum(LONGEST_STEP_WINDOW_S)
         #: Whether the loop is running a utility call.
@@ -308,8 +310,8 @@ class EngineCoreProc:
             self._drain_requested = True
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
-        # Only requests with the service key call the loop. To start the drain, the loop first
-        # handles the ADD messages that are already in the input queue, so the stats count them.
+        # GET /drain needs no service key, so it must not use time of the loop. Before the loop
+        # starts a drain, it handles the ADD messages in the input queue, so the stats count them.
         stats: EngineStats = self._run_in_loop(EngineCore.drain) if start else self._stats
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
@@ -407,7 +409,7 @@ class EngineCoreProc:
     def _update_stats(self, core: EngineCore, max_connector_age_s: float) -> None:
         was_paused = self._stats.paused
         self._stats = core.recent_stats(max_connector_age_s=max_connector_age_s)
-        # If the previous stats were paused, the call that resumed the engine has just ended.
+        # If only the previous stats report a pause, the call that resumed the engine just ended.
         if was_paused or self._stats.paused:
             self._suspended_at = time.monotonic()
 
@@ -470,8 +472,8 @@ class EngineCoreProc:
     def _on_executor_failure(self, reason: str) -> None:
         """Report the death of a worker to the clients and to the loop.
 
-        The executor's thread calls this method. The loop may wait for a step that never ends, so
-        this thread sends DEAD to the clients.
+        The executor's thread calls this method and sends DEAD. The loop could not send DEAD while
+        it waits for a step that never ends.
         """
         if self.state is State.SERVING:
             self._fail(reason)

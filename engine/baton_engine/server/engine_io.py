@@ -61,21 +61,21 @@ CLOSE_LINGER_MS = 2000
 #: Limit for one message. ZMQ disconnects a client that exceeds the limit. A prompt of a million
 #: tokens has about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
-#: Limits for the messages that wait for the engine's loop, which takes them between two steps.
-#: Above the limits, messages are refused. ABORT, which makes room, is refused above ABORT_FACTOR
-#: times the limits.
+#: Limits on the messages in the input queue, which the engine's loop reads between two steps.
+#: Further messages are refused. For ABORT messages, which free memory, the limits are ABORT_FACTOR
+#: times as high.
 MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES
 MAX_QUEUED_MESSAGES = 2**14
 ABORT_FACTOR = 2
-#: Limit of clients, including clients that are gone and not yet forgotten.
+#: Limit on recorded clients, including clients that are gone but not yet removed.
 MAX_CLIENTS = 2**12
 MAX_CLIENT_ID_LENGTH = 256
-#: Limit of the messages that one client has not read. Beyond it, its requests are aborted, and it
-#: has to send HELLO again.
+#: Limit on the messages that one client has not read. If a client exceeds the limit, its requests
+#: are aborted, and the client must send HELLO again.
 MAX_UNREAD_MESSAGES = 2**16
 
-#: Maximum size of these messages. Decoded arguments of UTILITY, which may be any values, take
-#: about 60 times the memory of the message.
+#: Maximum size in bytes of messages of the types in _SMALL. Decoded arguments of UTILITY, which may
+#: be any values, take about 60 times the memory of the message.
 _SMALL_BYTES = 2**16
 _SMALL = (RequestType.HELLO, RequestType.PING, RequestType.UTILITY)
 #: Maximum length of the frame with the instance id, in bytes.
@@ -98,10 +98,10 @@ class Input(NamedTuple):
 
 @dataclass(slots=True)
 class Abort:
-    """An ABORT message, which is in both `EngineIO.input_queue` and `EngineIO.aborts`.
+    """An ABORT message. It is put into both `EngineIO.input_queue` and `EngineIO.aborts`.
 
-    The loop can read `aborts` before earlier messages of `input_queue`. Both queues have the same
-    order.
+    The loop reads `aborts` during a step, so an ABORT does not wait for the earlier messages in
+    `input_queue`. Both queues hold the ABORT messages in the same order.
     """
 
     client: bytes
@@ -169,9 +169,9 @@ class EngineIO:
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
         #: Bytes of all messages that were taken from `input_queue`. Only the loop writes it.
         self.bytes_taken = 0
-        #: Bytes of all messages in `input_queue` so far. Only the I/O thread writes it.
+        #: Bytes of all messages that were put into `input_queue`. Only the I/O thread writes it.
         self._bytes_queued = 0
-        #: The ABORT messages of `input_queue`, which can be read before earlier messages.
+        #: The ABORT messages that are also in `input_queue`: see `Abort`.
         self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._instance_id = instance_id.encode()
         self._make_pong = make_pong
@@ -324,7 +324,7 @@ class EngineIO:
                     state = self._clients.get(client)
                     if state is not None and not state.gone:
                         self._client_gone(client, state, "it reads no messages, or is disconnected")
-                    if error.errno == zmq.EAGAIN:  # else its next message would log this again
+                    if error.errno == zmq.EAGAIN:  # if kept, its next message logs this again
                         self._clients.pop(client, None)
 
     def _reply(self, client: bytes, kind: ResponseType, message: Any) -> None:
@@ -409,7 +409,7 @@ class EngineIO:
             self.input_queue.put(Input(kind, client, message, num_bytes))
 
     def _is_full(self, num_bytes: int, factor: int) -> bool:
-        """Return whether a message would exceed the limits, multiplied by `factor`."""
+        """Return whether a message would exceed `factor` times the limits of the input queue."""
         queued = self._bytes_queued - self.bytes_taken
         return (
             queued + num_bytes > factor * MAX_QUEUED_BYTES

@@ -45,7 +45,7 @@ class OutputBuffers:
         self._free: list[bytearray] = []
         #: Buffers that ZMQ still reads.
         self._lent: deque[tuple[bytearray, zmq.MessageTracker]] = deque()
-        #: Number of lent buffers beyond which all of them are checked.
+        #: Number of lent buffers above which `_reclaim` checks all of them.
         self._most_lent = MAX_BUFFERS
 
     @contextmanager
@@ -67,8 +67,8 @@ class OutputBuffers:
     def _reclaim(self) -> None:
         """Take back sent buffers, oldest first. Stop at the first buffer that ZMQ still reads.
 
-        A client that does not read keeps its buffers. So drop later buffers that were sent when the
-        number of lent buffers has doubled.
+        A client that does not read keeps its buffers, and the first one hides later buffers that
+        ZMQ has sent. When the number of lent buffers has doubled, these later buffers are dropped.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

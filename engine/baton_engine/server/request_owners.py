@@ -22,8 +22,8 @@ class RequestOwners:
         """Create an empty map.
 
         Args:
-            aborts: a queue of the same ABORT messages as in the input queue. It is read during a
-                step, before the input queue.
+            aborts: the ABORT messages that are also in the input queue. `take_aborts` reads them
+                during a step, before the loop reads them from the input queue.
         """
         self._aborts = aborts
         self._owners: dict[str, bytes] = {}
@@ -41,11 +41,11 @@ class RequestOwners:
         return self._owners.get(request_id, client) == client
 
     def ids_to_abort(self, abort: Abort) -> list[str]:
-        """Return the ids of the next ABORT message of the input queue.
+        """Return the request ids of an ABORT message that the loop took from the input queue.
 
         Requests that other clients own are left out.
         """
-        if not abort.taken:  # the message is also the first of the other queue
+        if not abort.taken:  # the message is also the first in `_aborts`
             self._aborts.get_nowait()
         return self._owned_ids(abort)
 
@@ -65,7 +65,7 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the `_owned_ids` of all ABORT messages that the input queue has not delivered."""
+        """Return the `_owned_ids` of all ABORT messages that are still in the input queue."""
         request_ids: list[str] = []
         while True:
             try:

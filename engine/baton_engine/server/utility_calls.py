@@ -1,7 +1,7 @@
-"""Utility calls: `UtilityMethods` that clients and the admin HTTP port call by name.
+"""Runs methods of `UtilityMethods` that clients and the admin HTTP port call by name.
 
-Arguments are untrusted. A method may return a Future. Then the engine's loop continues, and the
-caller receives the response when the Future is done.
+Arguments are untrusted. If a method returns a Future, the engine's loop continues, and the caller
+receives the response when the Future is done.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
         try:
             arguments[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
-            # Literals of integers are not converted from text.
+            # msgspec does not convert text to a Literal of integers. Convert it to int first.
             try:
                 arguments[name] = msgspec.convert(
                     msgspec.convert(value, int, strict=False), hints[name]

@@ -23,9 +23,10 @@ from baton_protocol.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 
-#: Initial number of columns of token ids. Doubled for longer requests, up to the model's limit.
+#: Initial number of columns of `InputBatch.token_ids`. A longer request at least doubles the
+#: number, up to `max_model_len + 1`.
 INITIAL_WIDTH = 1024
-#: A position past the end of every prompt.
+#: Start of the second text in rows that have only one text: a position past every prompt.
 _NEVER = 2**62
 
 
@@ -62,8 +63,9 @@ class InputBatch:
     its length. A row also holds the number of tokens whose KV is in the cache, and four flags that
     follow from the sampling parameters.
 
-    The tokens that the last step sampled can be pending: on the device, but not in `token_ids`.
-    A row has at most one pending token, its last one. Methods that need the token on the host wait.
+    A token that the last step sampled can be pending: on the device, but not yet in `token_ids`.
+    Only the last token of a row can be pending. Methods that need the token on the host wait for
+    the copy.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -79,22 +81,23 @@ class InputBatch:
             (max_num_seqs, -(-max_model_len // block_size) + 1), dtype=np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
-        #: Whether the next token is the argmax of the raw logits, without log-probabilities.
+        #: Whether the request needs only the argmax of the raw logits, and no log-probabilities.
         self.is_plain: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         #: Whether log-probabilities of the next token or of beam candidates are reported.
         self.wants_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_prompt_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_routed_experts: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._pending: SampledTokens | None = None
-        #: For each row, the index in `_pending` of its pending token; -1: it has none.
+        #: For each row, the index of its pending token in `_pending`. -1: no token is pending.
         self._pending_index: Int64Array = np.full(max_num_seqs, -1, dtype=np.int64)
         self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
         self._pooling_params: list[PoolingParams | None] = [None] * max_num_seqs
-        #: Position of the first token of the second text of a pair, if a row has two texts.
+        #: For each row, the position where the second text of a pair begins, or _NEVER.
         self._second_text_start: Int64Array = np.full(max_num_seqs, _NEVER, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
-        #: Arguments and result of the last call of `rows`. The requests often stay the same.
+        #: Argument and result of the last call of `rows`, which the next call reuses if it has the
+        #: same argument. Consecutive steps often run the same requests.
         self._last_rows: tuple[list[str], Int64Array] = ([], np.zeros(0, dtype=np.int64))
         self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -176,7 +179,7 @@ class InputBatch:
         For most requests, only the number of computed tokens changes.
 
         Raises:
-            RuntimeError: a request is not in the batch, which is a defect of the scheduler.
+            RuntimeError: a request is not in the batch. This is a scheduler defect.
         """
         if not cached:
             return
@@ -190,7 +193,8 @@ class InputBatch:
         """Return the rows and positions that a step runs, in the order of `num_scheduled_tokens`.
 
         Raises:
-            RuntimeError: a scheduled token is not known yet, which is a defect of the scheduler.
+            RuntimeError: the step runs past the last known token of a request. This is a scheduler
+                defect.
         """
         request_ids = list(num_scheduled_tokens)
         rows = self.rows(request_ids)
@@ -300,7 +304,7 @@ class InputBatch:
         self._pending_index[rows] = -1
 
     def _extend(self, rows: Int64Array) -> Int64Array:
-        """Make room for one more token in each row. Return the positions of these tokens."""
+        """Count one more token in each row, and make room for it. Return the tokens' positions."""
         self.settle()
         ends = self.num_tokens[rows]
         self._make_room(int(ends.max()) + 1)
@@ -325,7 +329,7 @@ class InputBatch:
             table[table == source] = target
         self._append_blocks(row, request.new_block_ids)
         if request.new_token_ids:
-            self.settle()  # these tokens replace a pending one
+            self.settle()  # a later call would overwrite one of these tokens
             start = request.num_computed_tokens
             end = start + len(request.new_token_ids)
             self._make_room(end)
@@ -342,8 +346,8 @@ class InputBatch:
         rows, width = self.token_ids.shape
         if num_tokens <= width:
             return
-        # One more column than a request may have: asynchronous scheduling samples a token past the
-        # end and drops it.
+        # The extra column is for the token that asynchronous scheduling may sample past
+        # max_model_len, and then drops.
         wider = np.zeros(
             (rows, min(max(num_tokens, 2 * width), self.max_model_len + 1)), dtype=np.int64
         )

@@ -26,7 +26,7 @@ def check_kv_transfer(config: EngineConfig, model: CheckpointConfig) -> None:
         raise ConfigurationError(
             "KVTransferInvalid",
             f"kv_transfer.role is {role}, but KV blocks move only between workers that have "
-            f"all layers and pipeline_parallel_size is {parallel.pipeline_parallel_size}; set "
+            f"all layers, and pipeline_parallel_size is {parallel.pipeline_parallel_size}; set "
             "it to 1 (tensor_parallel_size may be more), or kv_transfer.role to none",
         )
     num_heads = model.num_kv_heads

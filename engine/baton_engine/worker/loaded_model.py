@@ -78,12 +78,13 @@ class LoadedModel:
             quantize_weights(model, quantization)
         elif plan.mode == "none":  # a packed weight cannot be traced
             pack_weights(model)
-        # The fused operation includes attention, where compiled models are cut.
+        # The fused operation includes attention. Compiled models cannot use it, because they are
+        # cut at attention.
         fused = fuse_layers(model) if plan.mode == "none" else None
         self._forward = ForwardRunner(model, plan, backend, fused)
 
     def expert_store(self) -> ExpertStore:
-        """Create the store that reads single experts of the expert-parallel model."""
+        """Return a new store, which reads single experts of the expert-parallel model."""
         from baton_engine.worker.experts.expert_weights import ExpertStore, expert_form
 
         spec, model = self.spec, self.model

@@ -1,4 +1,4 @@
-"""Measures how many KV blocks fit beside the weights and the largest step of a rank."""
+"""Measures how many KV blocks fit in the memory that weights and steps of a rank leave."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from baton_engine.worker.model_runner import ModelRunner
 
 
 def profile_num_blocks(runner: ModelRunner) -> tuple[int, int]:
-    """Return the numbers of (cache blocks, host swap blocks) that fit.
+    """Return the numbers of (cache blocks, host swap blocks) that fit on this rank.
 
-    On a GPU, the largest step is run to measure how much memory it takes. There are no swap
-    blocks if the scheduler never swaps.
+    On a GPU, the largest step is run to measure how much memory it takes. The number of swap blocks
+    is 0 if the scheduler preempts by recomputation.
 
     Args:
         runner: the runner of this rank. On a CPU, its weights need not be loaded.

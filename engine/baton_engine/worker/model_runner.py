@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _SamplingRows:
-    """The requests of a step whose last known token ran. At least one."""
+    """The requests that sample in a step, because their last known token ran. At least one."""
 
     request_ids: list[str]
     #: Rows of the requests in the input batch.
@@ -81,8 +81,9 @@ class ModelRunner:
 
         Args:
             config: configuration of the engine.
-            parallel: tensor and pipeline groups of this rank. All ranks apply the same steps. A
-                pipeline stage sends hidden states to the next stage. Only the last stage samples.
+            parallel: tensor and pipeline groups of this rank. None: there are no other ranks. All
+                ranks apply the same steps. A pipeline stage sends hidden states to the next stage.
+                Only the last stage samples.
 
         Raises:
             ConfigurationError: the device or the quantization cannot be used.
@@ -98,8 +99,8 @@ class ModelRunner:
         #: Set if the model pools prompts.
         self._pooler: Pooler | None = None
         self._in_flight: _StepInFlight | None = None
-        #: Whether a step may end before its tokens are on the host. With pipeline stages, the next
-        #: step carries the tokens to the first stage.
+        #: Whether a step may end before its tokens are on the host. With several pipeline stages,
+        #: the host needs the tokens, because the next step carries them to the first stage.
         self._defers_tokens = (
             self.device.type == "cuda"
             and config.scheduler.async_scheduling
@@ -112,7 +113,7 @@ class ModelRunner:
 
     @cached_property
     def _fallback_token(self) -> int:
-        """The token of requests for which no token is possible."""
+        """The token of a request whose logits are all NaN or masked: the model's EOS, or 0."""
         return fallback_token(
             self.spec.model_config.eos_token_ids, self.spec.model_config.vocab_size
         )
@@ -200,8 +201,8 @@ class ModelRunner:
 
         Raises:
             GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if the
-                group of only one rank broke. There is nothing to sample. The next step may run
-                when another set of ranks is committed.
+                group of only one rank broke. The step samples nothing. The next step can run after
+                another generation (ranks and expert placement) is committed.
         """
         forward_runner, kv = self._ready()
         self._in_flight = None
@@ -233,12 +234,12 @@ class ModelRunner:
 
         The output also has the requested logprobs and routed experts.
 
-        The sampled tokens are appended to the input batch of this worker. The scheduler sends the
-        tokens only to other pipeline stages. Stages before the last return an empty output.
+        This worker appends the sampled tokens to its input batch. Therefore the scheduler sends
+        them only to other pipeline stages. Stages before the last return an empty output.
 
-        With asynchronous scheduling on a GPU, the output of a step that has only tokens is pending,
-        unless the step has a grammar. The caller can then prepare the next step while the GPU still
-        runs this step.
+        With asynchronous scheduling on a GPU and one pipeline stage, the output is pending if it
+        contains only tokens and the step has no grammar. The caller can then prepare the next step
+        while the GPU still runs this step.
         """
         step, self._in_flight = self._in_flight, None
         if step is None:
@@ -264,7 +265,7 @@ class ModelRunner:
     def finish_steps(self) -> None:
         """Wait until the device has run the steps whose tokens are pending.
 
-        A step that ran without `sample_tokens` is dropped.
+        Drop the step for which `sample_tokens` was not called, if there is one.
         """
         self._in_flight = None
         self._input_batch.settle()
@@ -367,7 +368,7 @@ class ModelRunner:
 
 
 def _tokens_by_request(request_ids: list[str], tokens: SampledTokens) -> dict[str, int]:
-    """Return the sampled token of each request, when the tokens are on the host.
+    """Wait until the tokens are on the host. Return the sampled token of each request.
 
     Log the requests for which no token was possible. This function may run in any thread.
     """

@@ -89,7 +89,7 @@ class ModelSpec:
         return self._hashes[0]
 
     def forget_hashes(self) -> None:
-        """Make the next access read the checkpoint's files again, which may have changed."""
+        """Clear the cached hashes, because the checkpoint's files may have changed."""
         vars(self).pop("_hashes", None)
 
     def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
@@ -130,7 +130,7 @@ class ModelSpec:
     @property
     def block_size(self) -> BlockSize:
         own = self.kv_cache_layout(1)
-        # More heads than the model has if several ranks hold copies of a head.
+        # More than the model's number of KV heads if several ranks hold copies of a head.
         heads = own.num_kv_heads * self.parallel.tensor.size
         per_head_and_layer = own.block_nbytes // (own.num_kv_heads * own.num_layers)
         return BlockSize(
@@ -144,7 +144,7 @@ class ModelSpec:
 
     @cached_property
     def _hashes(self) -> tuple[str, str]:
-        """(compatibility hash, hash of the checkpoint alone)."""
+        """(compatibility hash, hash of the checkpoint alone), computed at the first access."""
         files = identity_files(self.path)
         compatible = compatibility_hash(
             files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization

@@ -27,10 +27,10 @@ def prompt_logprobs_of(
     compute_logits: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> dict[str, PromptLogprobs]:
-    """Return the log-probabilities that a step predicts for prompt tokens, by request id.
+    """Return the log-probabilities of the prompt tokens that follow a step's tokens.
 
-    The result of request i begins with the prompt token at position `starts[i] + 1`. Requests
-    without `prompt_logprobs` are left out.
+    The result is by request id. The entry of request i begins with the prompt token at position
+    `starts[i] + 1`. Requests without `prompt_logprobs` are left out.
 
     Args:
         hidden: hidden states of the step's tokens, [num_tokens, hidden_size].
@@ -47,7 +47,7 @@ def prompt_logprobs_of(
         row, start, end = (
             int(values[index]) for values in (scheduled.rows, scheduled.starts, scheduled.ends)
         )
-        # The prompt's last token predicts a generated token.
+        # The prompt's last token is left out, because it predicts a generated token.
         end = min(end, int(batch.num_prompt_tokens[row]) - 1)
         if start >= end:
             continue

@@ -24,9 +24,8 @@ def pack_weights(model: Model) -> None:
     """Pack the weights of all matrix products of a model, in place.
 
     Each plain weight is freed after it is packed, except the weight of a tied embedding. Experts of
-    an expert-parallel model are packed later, when they arrive (`expert_weights`). If weights of
-    the model's dtype cannot be packed, the model stays as it is. No weights can be loaded into a
-    packed model.
+    an expert-parallel model are packed later, by `ExpertStore`. If weights of the model's dtype
+    cannot be packed, the model stays as it is. No weights can be loaded into a packed model.
     """
     parameter = next(model.parameters())
     if packing(parameter.dtype, parameter.device) is not None:
@@ -37,10 +36,10 @@ def pack_weights(model: Model) -> None:
 def quantize_weights(model: Model, quantization: str) -> None:
     """Round the weights of all matrix products of a model to int8 or int4, in place.
 
-    The output layer has int8 weights in both cases: its errors change the tokens directly.
-    Embeddings, norms and routers of sparse layers keep their dtype. Routers are small, and another
-    choice of experts would change the output more than rounded weights do. Plain weights are freed
-    as in `pack_weights`.
+    The output layer always gets int8 weights, because its rounding errors change the tokens
+    directly. Embeddings, norms and routers of sparse layers keep their dtype. Routers are small,
+    and their rounding errors could change which experts a token is routed to. Plain weights are
+    freed as in `pack_weights`.
     """
     to_int8, to_int4 = partial(QuantizedWeight, bits=8), partial(QuantizedWeight, bits=4)
     prepare = to_int8 if quantization == "int8" else to_int4

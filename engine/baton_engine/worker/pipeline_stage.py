@@ -9,14 +9,17 @@ from baton_engine.worker.model_spec import ModelSpec
 
 
 class PipelineStage:
-    """The pipeline stage of one rank. Stages receive in the order in which `send` sends."""
+    """The connection of one rank to the adjacent pipeline stages.
+
+    Receive a step's hidden states before its routed experts, because `send` sends in this order.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._pipeline = spec.parallel.pipeline
 
     def receive_hidden(self, num_tokens: int) -> Tensor | None:
-        """Receive hidden states [num_tokens, hidden_size]. Return None on the first stage."""
+        """Receive hidden states [num_tokens, hidden_size]. The first stage only returns None."""
         spec = self._spec
         if spec.parallel.is_first_stage:
             return None
@@ -28,7 +31,8 @@ class PipelineStage:
         """Receive the ids of the experts that the sparse layers of earlier stages chose.
 
         Returns:
-            One tensor per sparse layer. The sparse layers of this stage append to this list.
+            One tensor [num_tokens, experts per token] per sparse layer. The sparse layers of this
+            stage append to this list.
         """
         model, first_layer = self._spec.model_config, self._spec.shard.first_layer
         earlier = sum(layer < first_layer for layer in model.sparse_layers)

@@ -1,4 +1,4 @@
-"""Pools the hidden states of prompts to vectors, also of prompts that run in several steps."""
+"""Pools the hidden states of each prompt into one vector. A prompt may run in several steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from baton_protocol.pooling_params import PoolingParams, Task
 class Pooler:
     """Pools the requests of one worker.
 
-    A request that has not reached the end of its prompt has a partial result: the sum of its hidden
-    states, or the state of its first token. Pooling of the last token needs none.
+    While a prompt runs in several steps, its request has a partial result. With MEAN pooling, this
+    is the sum of the hidden states. With CLS pooling, it is the hidden state of the first token.
+    LAST pooling needs no partial result.
     """
 
     def __init__(self, config: PoolingConfig) -> None:
         self._config = config
-        #: float32 [hidden_size] by request id.
+        #: Partial results, float32 [hidden_size], by request id.
         self._partial: dict[str, Tensor] = {}
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -73,7 +74,7 @@ class Pooler:
         return dict(zip(ids, vectors, strict=True))
 
     def _pool_parts(self, hidden: Tensor, scheduled: ScheduledRows) -> Tensor:
-        """Return the result of each request so far: float32 [len(scheduled), hidden_size]."""
+        """Return each request's partial result with this step: float32 [requests, hidden_size]."""
         if self._config.type is PoolingType.CLS:
             pooled = hidden[to_device(scheduled.first_tokens[:-1], hidden.device)].float()
         else:

@@ -7,7 +7,7 @@ import torch
 from baton_engine.worker.memory.freed_memory import return_freed_memory
 from baton_engine.worker.model_runner import ModelRunner
 
-#: The tags of `wake_up`.
+#: The tags that `wake_up` accepts.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
@@ -43,7 +43,8 @@ def wake_up(runner: ModelRunner, tags: list[str] | None = None) -> None:
     """Restore the weights and an empty KV cache after `sleep`.
 
     Args:
-        runner: the runner that sleeps. If all its memory is restored, it captures graphs again.
+        runner: the runner that sleeps. The call that restores the last part also captures graphs
+            again.
         tags: the parts to restore now: "weights", "kv_cache" or both. None restores both.
 
     Raises:

@@ -97,9 +97,9 @@ class Worker:
 
         Args:
             store_address: address of the rendezvous store, through which ranks find each other.
-            generation: number that separates these groups from groups that the ranks left before.
+            generation: number of these groups. Groups from earlier calls have other numbers.
             host: address of this worker. If None, the address of the pod.
-            secret: secret that clients of the store need. Empty: they need none.
+            secret: secret that authenticates clients of the store. Empty: no authentication.
 
         Raises:
             ConfigurationError: there are fewer GPUs than ranks, or torch has no NCCL.
@@ -237,7 +237,7 @@ class Worker:
     def execute_model(self, step: SchedulerOutput) -> None:
         """Run a step: start its KV transfers, run its tokens, publish the blocks that it completes.
 
-        Published blocks can be transferred while the step continues and samples.
+        Peers can load published blocks before the step has ended.
         """
         runner = self._loaded
         self._step = self._unpublished = step
@@ -311,9 +311,10 @@ class Worker:
         return self._expert_generations.loads()
 
     def interrupt(self, nonce: str = "") -> None:
-        """Abort the exchange with other expert ranks in which a step waits.
+        """Abort the exchanges with other expert ranks in the current generation.
 
-        The step then raises GroupBrokenError. This method can be called from any thread.
+        A step that waits in an exchange raises GroupBrokenError. This method can be called from any
+        thread.
 
         Args:
             nonce: nonce of the generation to interrupt. Do nothing if another generation is

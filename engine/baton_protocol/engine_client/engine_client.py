@@ -74,8 +74,8 @@ class EngineClient:
     The client is not thread-safe. All calls must come from the event loop that called `connect`.
 
     Args:
-        host: host of the engine's ROUTER.
-        port: port of the engine's ROUTER.
+        host: host of the engine's ROUTER socket.
+        port: port of the engine's ROUTER socket.
         client_id: name of this client in the engine's log.
         service_key: key of the engine's service; None if the service has no key.
         heartbeat_interval_s: seconds between two PINGs.
@@ -103,7 +103,7 @@ class EngineClient:
         #: or the size of the group changes.
         self.ready: Ready | None = None
         #: Changes each time the engine becomes ready, to a number that is unique in this process.
-        #: Requests that the engine refused before the change may be sent again.
+        #: Requests that the engine refused before the change may be sent to it again.
         self.ready_epoch = 0
         #: None while the engine is alive and this client is open.
         self.dead_reason: str | None = None
@@ -122,7 +122,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._socket: zmq.asyncio.Socket | None = None
-        #: The next message, until that message is handled.
+        #: Future of the next message; None after the message was passed to `_on_message`.
         self._arriving: asyncio.Future[list[bytes]] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -169,7 +169,7 @@ class EngineClient:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, not draining or paused, and has recently sent a message.
+        """Whether the engine is ready, neither draining nor paused, and recently sent a message.
 
         False before the first PONG, because the engine may be paused or stalled.
         """
@@ -300,7 +300,8 @@ class EngineClient:
         Args:
             method: name of a method in the engine's allow-list.
             args: positional arguments. Trailing arguments with defaults may be omitted.
-            timeout_s: None: no limit. `pause` and `sleep` wait for the running requests.
+            timeout_s: longest wait for the result, in seconds; None: no limit. `pause` and `sleep`
+                can take long, because they wait for the running requests.
 
         Raises:
             UtilityError: the method failed.
@@ -356,13 +357,13 @@ class EngineClient:
     async def _receive(self) -> None:
         assert self._socket is not None
         while self.dead_reason is None:
-            # `recv_multipart` returns a future already.
+            # `recv_multipart` already returns a future, which `ensure_future` returns unchanged.
             arriving = self._arriving = asyncio.ensure_future(self._socket.recv_multipart())
             await arriving
             self._pass_received()
 
     def _pass_received(self) -> None:
-        """Pass the message of `_receive` to `_on_message`, unless this was done already."""
+        """Pass the message in `_arriving` to `_on_message`, if a message has arrived."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
             self._on_message(frames)

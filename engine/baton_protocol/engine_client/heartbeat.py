@@ -18,8 +18,8 @@ SUSPECT_AFTER_INTERVALS = 2
 class HeartbeatMonitor:
     """Measures how long an engine has sent no message, in intervals that begin with a PING.
 
-    An interval counts for at most twice `interval_s`. If an interval lasts longer, this process
-    itself was stopped or short of CPU, so the excess says nothing about the engine.
+    An interval adds at most twice `interval_s` to the measured time. If an interval lasts longer,
+    this process itself was stopped or short of CPU, so the excess does not show a dead engine.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from baton_protocol.engine_messages import EngineCoreOutput
 
 
 class EngineDeadError(Exception):
-    """The engine instance is dead or never answered. The text is the reason."""
+    """The engine instance is dead, never answered, or made no progress. The text is the reason."""
 
 
 class HandshakeFailedError(EngineDeadError):
@@ -20,7 +20,7 @@ class HandshakeFailedError(EngineDeadError):
 
 
 class RequestStream:
-    """Async iterator over the outputs of one request. The finished output is the last one."""
+    """Async iterator over the outputs of one request. It ends after the output with `finished`."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

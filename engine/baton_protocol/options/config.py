@@ -387,8 +387,9 @@ class AccessConfig(_Config, frozen=True):
     max_concurrent_per_client: Annotated[
         int | None, Option("sequences of one API key at once", _POSITIVE)
     ] = None
-    #: key: each client has its own. service: all clients share them, so each can find out which
-    #: prompts the others have sent. Without API keys, all clients share them.
+    #: key: only the requests of one client share cached blocks. service: all clients share cached
+    #: blocks, so each client can find out which prompts the others have sent. Without API keys, all
+    #: clients share cached blocks.
     cache_sharing: Annotated[
         str, choice("key", "service", help="clients that share cached blocks of prompts")
     ] = "key"
@@ -437,8 +438,9 @@ class GatewayConfig(_Config, frozen=True):
     metrics_host: Annotated[
         str, Option("address to bind metrics_port to; empty: $POD_IP, as for port")
     ] = ""
-    #: Beyond this number, the connection that has waited longest for a request is closed. At most
-    #: half of the limit of file descriptors, and two for each MiB of the container's memory limit.
+    #: Beyond this number, the connection that has waited longest for a request is closed. The value
+    #: is lowered to half of the limit of file descriptors, and to two for each MiB of the
+    #: container's memory limit.
     max_connections: Annotated[
         int, Option("connections of clients that are open at once", _POSITIVE)
     ] = 4096

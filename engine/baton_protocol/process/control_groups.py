@@ -34,9 +34,9 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Return how many bytes this process's control groups may use together. None: no limit.
+    """Return the memory limit of this process in bytes. None: no limit.
 
-    The result is the lowest limit of the process's own group and all parent groups.
+    It is the lowest limit of the process's own control group and all parent groups.
     """
     limits = []
     for group in control_groups(root, "memory"):

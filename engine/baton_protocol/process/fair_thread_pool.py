@@ -14,16 +14,16 @@ _Calls = dict[Future[Any], Callable[[], Any]]
 
 
 class FairThreadPool:
-    """Runs the calls of each client in their order. Thread-safe.
+    """Runs calls in threads, one call of each client per round. Thread-safe.
 
-    A call waits for the running calls and for one call of each other client, however many calls the
-    other clients have submitted.
+    The calls of a client start in the order of their submission. Between two waiting calls of a
+    client, at most one call of each other client starts, however many the others have submitted.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._lock = threading.Lock()
-        #: The waiting calls of each client. The turn of the first client is next.
+        #: The waiting calls of each client. The next free thread runs a call of the first client.
         self._waiting: OrderedDict[str, _Calls] = OrderedDict()
 
     def submit(self, client: str, call: Callable[[], _Result]) -> Future[_Result]:
@@ -59,7 +59,7 @@ class FairThreadPool:
 
     def _run_next(self) -> None:
         with self._lock:
-            if not self._waiting:  # the call of this turn was cancelled
+            if not self._waiting:  # the call for which this run was submitted was cancelled
                 return
             client, calls = next(iter(self._waiting.items()))
             future, call = next(iter(calls.items()))

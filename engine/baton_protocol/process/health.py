@@ -8,7 +8,8 @@ import msgspec
 
 from baton_protocol.kv_compatibility import KVCompatibility
 
-#: Upper bound of durations in replies. It keeps calculations with times in their range.
+#: Upper bound of durations in replies, in seconds. The operator subtracts a duration from a time,
+#: which a larger duration would overflow.
 _MAX_S = 1e9
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -41,9 +42,10 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     progress: LoadProgress | None = None
     #: Set by a serving engine with a KV role.
     kv: KVCompatibility | None = None
-    #: Bytes of KV sent and received, by transport, mechanism and device: `ucx tcp/lo`.
+    #: Bytes of KV sent and received, by transport, mechanism and device, such as `ucx tcp/lo`.
     kv_bytes: dict[str, int] = {}
-    #: Error of the last failed attempt; empty once an attempt makes progress.
+    #: Error of the last failed attempt to fetch or load the model; empty once an attempt makes
+    #: progress.
     error: str = ""
     #: In replies to `GET /ready`: seconds since the engine was last paused or asleep. None: it has
     #: not been paused or asleep since its start.

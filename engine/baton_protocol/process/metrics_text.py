@@ -7,22 +7,22 @@ from time import monotonic
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-#: Limit on computations per second. One takes 2 to 4 ms of the interpreter's lock.
+#: Limit on computations of the text per second. One computation holds the GIL for 2 to 4 ms.
 MAX_PER_S = 30
 
 
 class MetricsText:
     """Computes the text of a registry's metrics, at most MAX_PER_S times per second. Thread-safe.
 
-    After a second without requests, MAX_PER_S requests at once are computed. A request above the
-    limit gets the last text, which is at most 1 / MAX_PER_S seconds old.
+    The limit is a token bucket of MAX_PER_S tokens. A request above the limit gets the text of the
+    last computation, which is at most 1 / MAX_PER_S seconds old.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._lock = threading.Lock()
         self._text = b""
-        #: Computations that are possible at time `_counted_at`.
+        #: Tokens in the bucket at time `_counted_at`. A computation takes one token.
         self._num_allowed = float(MAX_PER_S)
         self._counted_at = monotonic()
 

@@ -17,8 +17,8 @@ from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
 
-#: Texts of chat templates, and the format that they show. The first one whose texts all occur
-#: decides.
+#: Texts in chat templates, and the name of the format that they indicate. The first entry whose
+#: texts all occur in the template is chosen.
 _TOOL_TEXTS = (
     (("<|channel|>",), "gptoss"),
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
@@ -117,7 +117,7 @@ class ReplyFormat:
                 is_reasoning=grammars.is_reasoning,
                 tool_format=tool_format,
                 tools=frozenset(tool.name for tool in tools),
-                # A string of a JSON content may contain the marker of a call.
+                # With a schema, a string in JSON content may contain the marker of a call.
                 is_guaranteed=calls is not None and schema is None,
                 is_single=is_single,
             ),
@@ -175,7 +175,7 @@ class ReplyFormat:
         )
 
     def _tool_format(self, request: ChatCompletionRequest, has_tools: bool) -> ToolFormat | None:
-        """Return the format of the tool calls; None if the reply has no text of such a format.
+        """Return the format of the tool calls; None if the reply contains no markers to parse.
 
         Raises:
             RequestError: the model's calls cannot be told apart from the JSON of response_format.
@@ -221,7 +221,7 @@ def _refuse_deep_schemas() -> Iterator[None]:
 
 
 def _checked(grammar: str, request: GenerationRequest) -> StructuredOutput:
-    """Return the structured output of a grammar.
+    """Return a StructuredOutput that holds the grammar.
 
     Raises:
         RequestError: the grammar is too long.

@@ -24,14 +24,13 @@ _ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class ReplyGrammar:
-    """Writes grammars of a reply. Each one begins with the reasoning.
+    """Writes the grammar of one reply. Each grammar begins with the reasoning, if there is any.
 
     Args:
         reasoning: how the model writes its reasoning; None: it writes none.
         is_reasoning: the prompt ends inside the reasoning.
-        thinking_budget: maximum number of tokens of the reasoning, after which the grammar closes
-            it. With a budget, a reply contains at most one reasoning: no second one may begin.
-            None: no limit.
+        thinking_budget: maximum number of tokens of the reasoning. After these tokens, the grammar
+            closes the reasoning and allows no further reasoning in the reply. None: no limit.
         special_token_id: returns the id of a special token, and None for any other text.
     """
 
@@ -53,7 +52,7 @@ class ReplyGrammar:
         return self._reasoning is not None and self._budget is not None
 
     def text(self, tool_format: ToolFormat | None) -> str:
-        """Return the grammar of any text, which may have the special tokens of `tool_format`."""
+        """Return the grammar of free text. It allows the special tokens of `tool_format`."""
         layout = None if tool_format is None else tool_format.layout
         if layout is not None and layout.content:
             return self._grammar(f"{self._literal(layout.content)} TEXT")
@@ -130,11 +129,11 @@ class ReplyGrammar:
         return self._grammar(body, *lines, markers=markers)
 
     def _grammar(self, body: str, *lines: str, markers: Sequence[str] = ()) -> str:
-        """Return the grammar of the reasoning and `body`, which `lines` define.
+        """Return the grammar of a reply: the reasoning, then `body`.
 
         Args:
-            body: what follows the reasoning.
-            lines: the rules and terminals of `body`.
+            body: right-hand side of the rule for the text after the reasoning.
+            lines: definitions of the rules and terminals in `body`.
             markers: texts that TEXT must not contain, because the parser reads a call after each.
         """
         reasoning, prefix = self._reasoning, ""
@@ -167,7 +166,8 @@ class ReplyGrammar:
             return f"{cut}thinking: thinking_cut {closing}\n"
         whole = f"thinking_whole[lazy, {limit}]: ANY {first}\n"
         following = " ".join(rest)
-        # After `limit`, the library ends the terminal that it has seen first, matched or not.
+        # After `limit` tokens, the library ends the terminal that it has seen first, even if the
+        # terminal does not match.
         return f"{cut}{whole}thinking: (thinking_cut {first} | thinking_whole) {following}\n"
 
     def _up_to(self, rule: str, text: str, end: str) -> str:
@@ -196,7 +196,7 @@ class ReplyGrammar:
 
 def _json(schema: Any) -> str:
     schema = _without_notes(schema)
-    # Options need an object, but true and false are also schemas.
+    # The option x-guidance is a key of the schema's object, but true and false are also schemas.
     schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_FORMAT}, ensure_ascii=False)}"
 

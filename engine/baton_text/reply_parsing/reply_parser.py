@@ -33,7 +33,10 @@ class ReplyDelta(msgspec.Struct):
 
 
 class _Text:
-    """A part of the reply without its outer whitespace."""
+    """The reasoning or the content of the reply, without trailing whitespace.
+
+    If `strips_start` is set, leading whitespace is dropped too.
+    """
 
     def __init__(self) -> None:
         self._delta = ""
@@ -60,7 +63,7 @@ class _Text:
             self.strips_start = False
 
     def add_spaces(self) -> None:
-        """Add the whitespace at the end."""
+        """Add the whitespace that was held back."""
         self._delta += "".join(self._spaces)
         self._spaces.clear()
 
@@ -79,7 +82,7 @@ class ReplyParser:
         tools: the names of the tools that may be called.
         is_guaranteed: a grammar makes all calls complete and valid. Their arguments are then
             reported as they arrive.
-        is_single: the reply has only the first call. Later ones are dropped.
+        is_single: the reply keeps only its first call. Later calls are dropped.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class ReplyParser:
         yield from self._read_to_end(reasoning)
 
     def _read_to_end(self, reasoning: ReasoningFormat) -> Reading[None]:
-        """Read the reasoning after its start, and its end."""
+        """Read the rest of the reasoning, up to and including its end marker."""
         self.is_reasoning = True
         yield from self._reader.read_until((reasoning.end,), self._reasoning.add)
         self.is_reasoning = False
@@ -192,7 +195,7 @@ class ReplyParser:
         try:
             yield from tool_format.read(reader, self._calls)
         except BadSyntaxError as error:
-            # The begin of a guaranteed call was reported already.
+            # The start of a guaranteed call has already been reported, so the call is kept.
             is_kept = self._is_truncated or self._calls.is_guaranteed
             if isinstance(error, EndOfTextError) and is_kept and self._calls.end_truncated():
                 reader.forget_mark()

@@ -43,7 +43,7 @@ class TextReader:
         self._position = 0
         #: Position to which `rewind` may return; None: there is none.
         self._mark: int | None = None
-        #: Pieces of the text before `_text` to which `rewind` may return.
+        #: Pieces of text since the mark that `_text` no longer holds. `rewind` restores them.
         self._kept: list[str] = []
         #: Whether no more text will arrive.
         self.has_ended = False
@@ -247,9 +247,9 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 @lru_cache(1024)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the first marker. Of several at one position, it is the longest.
+    """Return a pattern that finds the first marker. It prefers the longest of several at one place.
 
-    One search with the pattern passes over the text once. With a search for each marker, the time
-    would grow with the number of markers in the text times the length of the text.
+    A search with the pattern reads the text once. With one search for each marker, the time would
+    grow with the number of markers in the text times the length of the text.
     """
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")

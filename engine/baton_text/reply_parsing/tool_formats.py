@@ -1,7 +1,7 @@
 """How models of each family write tool calls.
 
-Each reader is a generator: see `text_reader`. It reads what follows the marker of its format, and
-reports the calls to `Calls`.
+Each `read_` function is a generator, as `text_reader` describes. It reads the text after a marker
+of its format, and reports the calls to `Calls`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from baton_text.reply_parsing.text_reader import (
 SPECIAL_TEXT = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 #: Keys of a call's arguments in JSON.
 ARGUMENT_KEYS = ("arguments", "parameters")
-#: A longer list of calls in Python's syntax is text. Its syntax tree would take too long.
+#: Limit on the characters of a list of calls in Python's syntax. A longer list is treated as text,
+#: because its syntax tree would take too long.
 MAX_PYTHONIC_LENGTH = 2**16
 _NAME = re.compile(r"[\w.-]")
 
@@ -69,9 +70,9 @@ class Calls:
 
     tools: Collection[str]
     is_guaranteed: bool
-    #: Deltas that are final and were not taken yet.
+    #: Final deltas that `take` has not returned yet.
     deltas: list[ToolCallDelta] = field(default_factory=list)
-    #: Number of final calls.
+    #: Number of calls that have ended.
     num_calls: int = 0
     _name: str | None = None
     _arguments: list[str] = field(default_factory=list)
@@ -96,10 +97,10 @@ class Calls:
             self._arguments.append(arguments)
 
     def end(self, reader: TextReader) -> None:
-        """End the call at the position of `reader`. What follows may be text again.
+        """End the call, and mark the position of `reader`, because text may follow the call.
 
         Raises:
-            BadSyntaxError: no call has begun, or its arguments are no JSON object.
+            BadSyntaxError: no call has begun, or its arguments are not a JSON object.
         """
         if self._name is None:
             raise BadSyntaxError
@@ -140,7 +141,7 @@ def _checked(arguments: str) -> str:
     """Return the arguments as JSON that every parser accepts.
 
     Raises:
-        BadSyntaxError: they are no JSON object.
+        BadSyntaxError: the arguments are not a JSON object.
     """
     try:
         value = json.loads(arguments, strict=False)
@@ -192,7 +193,7 @@ def read_call_object(reader: TextReader, calls: Calls) -> Reading[None]:
 
 
 def _read_arguments(reader: TextReader, emit: Callable[[str], None]) -> Reading[None]:
-    """Read an object, or a string with the text of an object."""
+    """Read an object, a string with the text of an object, or null, which means no arguments."""
     first = yield from reader.peek()
     if first == '"':
         emit((yield from reader.read_json_string()))
@@ -419,7 +420,7 @@ class ToolFormat:
 
     @property
     def marks_content(self) -> bool:
-        """Whether a reply without calls also has texts of the format."""
+        """Whether a marker of the format also begins the content of a reply without calls."""
         return self.layout is not None and bool(self.layout.content)
 
 

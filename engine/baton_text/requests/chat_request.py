@@ -61,7 +61,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     #: auto: the model decides whether to call tools. required: it calls one or more. none: it gets
     #: no tools. An object with the name of a function: it calls this function. An object of type
-    #: allowed_tools: as its mode (auto or required) with only some of the tools. Unset: auto.
+    #: allowed_tools: only the listed tools may be called, with the mode auto or required. Unset:
+    #: auto.
     tool_choice: Any = None
     #: Whether an answer may have several calls. Unset: true.
     parallel_tool_calls: bool | None = None
@@ -123,7 +124,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return choice["allowed_tools"]["mode"] if isinstance(choice, dict) else choice
 
     def callable_tools(self) -> list[ToolFunction]:
-        """Return the functions that the answer may call: only those that `tool_choice` names."""
+        """Return the functions that the answer may call.
+
+        If `tool_choice` is an object, only the functions that it names are returned.
+        """
         choice = self.tool_choice
         if choice == "none":
             return []
@@ -228,7 +232,7 @@ def _name(tool: Any) -> str | None:
 
 
 def _check_tool(tool: dict[str, Any], where: str, earlier: set[str]) -> str:
-    """Return the name of a tool.
+    """Check a tool and return its name.
 
     Raises:
         RequestError: the tool is not a function, or another tool has its name.

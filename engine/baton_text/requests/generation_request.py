@@ -33,13 +33,13 @@ MAX_LOGPROB_ENTRIES = 2**18
 #: Limit on the logprobs of generated tokens in a response that is not streamed: 20 to 130 MB of
 #: JSON.
 MAX_RESPONSE_LOGPROBS = 2**18
-#: Limit on the entries of logit_bias and of allowed_token_ids, over all sequences of a request.
-#: Each sequence has its own copy on its engine.
+#: Limit on the entries of logit_bias and allowed_token_ids and on the characters of bad_words, over
+#: all sequences of a request. The engine keeps a copy for each sequence.
 MAX_OPTION_ENTRIES = 2**20
-#: Options with up to this many entries do not count.
+#: MAX_OPTION_ENTRIES does not apply if one sequence has at most this many entries.
 FREE_OPTION_ENTRIES = 2**10
 
-#: Only one text matches for each id, so two keys of logit_bias never have the same id.
+#: Exactly one text matches for each id, so two keys of logit_bias never have the same id.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 #: Fields that may have very many entries.
 _LONG_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words")
@@ -220,7 +220,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def num_options(self) -> int:
         """Number of entries of long options, over all sequences.
 
-        Each character of `bad_words` is an entry.
+        Each character of `bad_words` is an entry. The number is 0 if one sequence has at most
+        FREE_OPTION_ENTRIES entries.
         """
         num_entries = sum(self._num_entries(name) for name in _LONG_OPTIONS)
         return num_entries * self.num_sequences if num_entries > FREE_OPTION_ENTRIES else 0
@@ -265,7 +266,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def release_prompt(self) -> None:
         """Drop the values that only the prompt and its grammar need.
 
-        `refusal` still names the field that is at fault.
+        Fields of structured outputs keep a placeholder, so `refusal` can still name them.
         """
         if self.response_format is not None:
             self.response_format.json_schema = None
@@ -471,7 +472,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def check_beam_logprobs(self, max_tokens: int) -> None:
-        """Check that a beam search would not have too many logprobs. Its end returns all of them.
+        """Check that a beam search would not have too many logprobs.
+
+        The search returns the logprobs of all tokens in one output at its end.
 
         Args:
             max_tokens: limit on generated tokens, the sum over all prompts.

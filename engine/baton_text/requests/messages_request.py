@@ -233,7 +233,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _user_messages(content: str | list[ContentBlock], where: str) -> list[ChatMessage]:
-    """Return the results of tools as messages of their own, and the text of the user after them."""
+    """Convert a user's content to one message for each tool result, and one for the other text."""
     if isinstance(content, str):
         return [ChatMessage(role="user", content=content)]
     messages: list[ChatMessage] = []

@@ -21,7 +21,7 @@ class Checked(Protocol):
 
 
 class LongRunning(Checked, Protocol):
-    """A request that may run for hours, during which its values would take memory."""
+    """A request that may run for hours, and that can drop values to save memory."""
 
     def release_prompt(self) -> None:
         """Drop the values that are not needed after the prompt and its grammar are built."""

@@ -9,7 +9,7 @@ PromptForms = str | list[str | int | list[int]]
 
 
 def num_prompts(given: PromptForms) -> int:
-    """Return the number of prompts. `prompt_list` must accept them."""
+    """Return the number of prompts in a value that `prompt_list` accepts."""
     return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
 
 

@@ -90,13 +90,13 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class KeptOutput(msgspec.Struct):
-    """The items of a kept response, as the items of a request."""
+    """The output items of a kept response, parsed as input items of a request."""
 
     output: list[InputItem]
 
 
 class Earlier(msgspec.Struct):
-    """What a request continues and refers to."""
+    """The conversation that a request continues, and the kept responses to which it refers."""
 
     #: The messages of the conversation so far, without instructions.
     messages: list[ChatMessage] = []
@@ -207,7 +207,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         """Return the same request as a checked chat completion.
 
         Args:
-            earlier: the JSON of `Earlier`. Empty: the input continues and refers to nothing.
+            earlier: the JSON of `Earlier`. Empty: the request continues no conversation and refers
+                to no kept item.
 
         Raises:
             RequestError: a field is invalid or cannot be converted. `param` names the field.
@@ -237,7 +238,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return request
 
     def input_messages(self, kept: Mapping[str, InputItem] = {}) -> list[ChatMessage]:
-        """Return the items as messages. A call joins the message of the assistant before it.
+        """Convert the items to messages.
+
+        A function call is added to the assistant's message before it, if there is one.
 
         Args:
             kept: the items of `referenced_ids`, by their ids.
@@ -355,7 +358,7 @@ def _chat_tool(tool: ResponseTool, where: str) -> dict[str, Any]:
 
 
 def _chat_tool_choice(choice: Any) -> Any:
-    """Return a choice as in chat completions, where the name is in an object of its own."""
+    """Convert a `tool_choice` to the form of chat completions, which nest the function's name."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "allowed_tools":

@@ -67,7 +67,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CalledFunctionDelta(msgspec.Struct, kw_only=True):
-    #: Name of the tool. A stream sends it only with the begin of the call.
+    #: Name of the tool. A stream sends it only in the first chunk of the call.
     name: str | UnsetType = UNSET
     #: JSON text of the arguments. A chunk adds its text to the text of earlier chunks.
     arguments: str

@@ -109,7 +109,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     type: str
     #: Number of the event, from 0 on.
     sequence_number: int
-    #: The response, in events of its own.
+    #: The response, in events about the response as a whole.
     response: Response | UnsetType = UNSET
     #: Number of the item, from 0 on.
     output_index: int | UnsetType = UNSET
@@ -151,7 +151,7 @@ class ResponseError(msgspec.Struct, kw_only=True):
     code: str | None
     #: The invalid field. Null if no single field is invalid.
     param: str | None
-    #: Number of the event. Always 0, since the failure counts no events.
+    #: Number of the event. Always 0, because earlier events are not counted.
     sequence_number: int = 0
     #: Kind of the event.
     type: str = "error"

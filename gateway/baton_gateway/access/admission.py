@@ -1,4 +1,4 @@
-"""Admission control: limits the sequences in flight, and waits until no request is left.
+"""Admission control: limits the sequences in flight, and waits until no request is in flight.
 
 A sequence is one sample of one prompt. A request has one sequence or more. The entries of long
 options, such as `logit_bias`, are limited too, because they take memory while a request runs.
@@ -15,7 +15,7 @@ from baton_gateway.errors import APIError, overloaded, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_text.requests.generation_request import MAX_OPTION_ENTRIES
 
-#: Limit on the entries of long options of all requests in flight. Those of one client have
+#: Limit on the entries of long options of all requests in flight. The limit of one client is
 #: MAX_OPTION_ENTRIES.
 MAX_TOTAL_OPTION_ENTRIES = 4 * MAX_OPTION_ENTRIES
 

@@ -70,7 +70,7 @@ class ApiKeys:
         Args:
             authorization: all values of the header Authorization.
             api_key: all values of the header X-Api-Key, in which clients of Anthropic's API send
-                the key. They count only without Authorization.
+                the key. They are ignored if the request has Authorization.
 
         Raises:
             APIError: 401 unless the header has one value with a valid key.

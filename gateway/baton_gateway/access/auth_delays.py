@@ -7,7 +7,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-#: Number of refusals that one address gets without delay. One more is allowed every REFILL_S.
+#: Number of 401 responses that one address gets without delay. Every REFILL_S seconds allow
+#: one more response without delay.
 BURST = 10
 REFILL_S = 6.0
 #: Delay of each further refusal, in seconds.
@@ -19,8 +20,8 @@ MAX_ADDRESSES = 4096
 class AuthDelays:
     """Delays of 401 responses, by address.
 
-    Only the responses to invalid keys are delayed. Clients behind one proxy share its address, so
-    a client with a valid key must not wait when another client guesses keys.
+    Requests with a valid key are not delayed, because all clients behind one proxy have the proxy's
+    address, and one of them may guess keys.
 
     Args:
         clock: returns the time in seconds.

@@ -32,13 +32,13 @@ class OpenRequests(Protocol):
 class GracefulShutdown:
     """The two phases of a shutdown: wait until clients have left, then drain.
 
-    In the first phase the gateway still serves requests. Then /ready returns 503, and every
-    response closes its connection, so that the client's next request goes to another gateway.
-    In the second phase, the gateway refuses requests, and waits for those that run.
+    In the first phase, the gateway serves requests, but /ready returns 503. Every response closes
+    its connection, so that the client's next request goes to another gateway.
+    In the second phase, the gateway refuses new requests and waits for the running requests.
 
     Args:
         admission: counts the requests in flight.
-        requests: the requests that fail at the end.
+        requests: the requests that fail if they still run at the end of the second phase.
         quiet_s: the first phase ends after this many seconds without a new request.
     """
 

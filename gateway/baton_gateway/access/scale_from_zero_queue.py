@@ -1,8 +1,8 @@
 """The queue of requests that wait while their service is scaled to zero.
 
 Requests also wait here for the first decode engine of a new gateway, because the engine's limits
-are not known before. After that, requests of a service that is never scaled to zero wait in the
-placer.
+are not known before. Later requests of a service that is never scaled to zero do not wait here, but
+in `routing.placer`.
 
 The gauge `baton:requests_held` is the queue's length. While the length is above 0, the autoscaler
 starts a decode engine. If the queue is full or the wait is too long, a request gets 503 with

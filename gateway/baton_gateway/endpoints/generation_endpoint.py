@@ -1,6 +1,6 @@
 """The endpoints that generate text: admission, complete responses, streams.
 
-They differ in their `GenerationAPI`.
+All of them are a `GenerationEndpoint`, each with its own `GenerationAPI`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GenerationEndpoint(Generic[Body]):
 
     Args:
         api: the API of the endpoint.
-        services: what the endpoints share.
+        services: the parts that all endpoints use.
         builder: builds the jobs of requests.
         generator: runs jobs.
     """
@@ -100,8 +100,8 @@ class GenerationEndpoint(Generic[Body]):
 
         Args:
             http: the request.
-            reservation: resized to the sequences of the request.
-            stream: opened if the request asks for a stream.
+            reservation: this method resizes it to the sequences of the request.
+            stream: this method opens it if the request asks for a stream.
 
         Raises:
             APIError, RequestError: the request failed, before or after `stream` was opened.
@@ -128,7 +128,9 @@ class GenerationEndpoint(Generic[Body]):
     async def _read(
         self, http: web.Request, charge: BodyCharge
     ) -> tuple[Body, GenerationBody, int]:
-        """Return the parsed body, its request, and the bytes of the body and the conversation.
+        """Return the parsed body, the request that a job can run, and a size in bytes.
+
+        The size is that of the body and of the stored messages that the request continues.
 
         Raises:
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
@@ -156,7 +158,11 @@ class GenerationEndpoint(Generic[Body]):
     async def _encoded_answer(
         self, writer: GenerationWriter[Any], events: _Events, deadline: RequestDeadline
     ) -> bytes:
-        """Return the complete response as JSON, and drop the outputs."""
+        """Wait for all outputs, and return the complete response as JSON.
+
+        Raises:
+            APIError, RequestError: the job failed, or the response has too many log-probabilities.
+        """
         job = writer.job
         outputs = {id(choice): CollectedOutput() for choice in job.choices}
         num_logprobs = 0

@@ -40,8 +40,8 @@ from baton_text.responses.pooling import (
 
 #: Limit on the bytes of vectors that are encoded on the event loop. More are encoded in a thread.
 INLINE_VECTOR_BYTES = 2**14
-#: Responses with more bytes of vectors are encoded one after the other. Encoding took 17 times the
-#: bytes of the vectors.
+#: Responses with more bytes of vectors are encoded one after the other, because encoding takes 17
+#: times the bytes of the vectors in memory.
 LARGE_VECTOR_BYTES = 2**20
 
 _Body = TypeVar("_Body", bound=PoolingRequest)

@@ -11,7 +11,7 @@ from baton_gateway.errors import timed_out
 
 
 class RequestDeadline:
-    """The deadline of one request, whose time begins now.
+    """The deadline of one request. The time starts when this object is created.
 
     Args:
         timeout_s: longest time to the end of the response. 0: no limit.

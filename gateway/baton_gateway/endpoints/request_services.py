@@ -66,7 +66,7 @@ class RequestServices:
                 queue_wait_s=config.queue_wait_s,
                 limit=config.max_held_requests,
             ),
-            # Rounded up: one key can send a body in all cases.
+            # Rounded up, so that the limit of one API key is at least one body.
             BodyBudget(metrics, client_limit=-(-config.max_concurrent_requests // 4)),
             RequestReader(pool, metrics, served_name=name, timeout_s=timeout_s),
         )
@@ -74,7 +74,9 @@ class RequestServices:
     async def send(
         self, http: web.Request, body: bytes, left_s: float = math.inf
     ) -> web.StreamResponse:
-        """Return the response with the JSON `body`, and charge it until the client has read it.
+        """Return the response with the JSON `body`.
+
+        A large response counts in the budget `bodies` until the client has read it.
 
         Args:
             http: the request.

@@ -64,11 +64,11 @@ class StatusEndpoints:
         return web.Response()
 
     async def get_ready(self, _: web.Request) -> web.Response:
-        """Return 200 if the gateway should receive requests.
+        """Return 200 if the gateway should receive requests, else 503.
 
-        That is so once a decode engine has been ready, or if the service may run without engines.
-        A service may run without engines if the scale-from-zero queue is enabled, or if the
-        service is scaled to zero by hand. Otherwise, and during shutdown, return 503.
+        The status is 503 until a decode engine has been ready, and during shutdown. A service may
+        run without engines if the scale-from-zero queue is enabled, or if the service is scaled to
+        zero by hand. Its gateway returns 200 from the start.
 
         The status stays 200 when all engines are lost, so that the Service keeps this gateway as
         an endpoint. Clients then wait in the queue or get 503 with Retry-After. Without an

@@ -14,9 +14,9 @@ from baton_text.responses.responses_api import DeletedResponse
 
 
 class StoredResponses:
-    """The endpoints of stored responses. A client sees only its own ones.
+    """The endpoints of stored responses. A client can read and delete only its own responses.
 
-    The limits of admission count a request as one sequence. A response counts in the budget of
+    A GET counts as one sequence in the limits of `admission`. Its response counts in the budget of
     bodies until it is sent.
     """
 

@@ -22,7 +22,7 @@ from baton_text.output import TextOutput
 class StreamSender:
     """Sends the events of one streamed response.
 
-    Call `begin`, then `send_output` for each output, then `end`. Each of them raises
+    Call `begin`, then `send_output` for each output, then `end`. Each of these methods raises
     ConnectionError if the client has disconnected, or does not read.
 
     Args:
@@ -33,8 +33,8 @@ class StreamSender:
     def __init__(self, writer: GenerationWriter[Any], stream: EventStream) -> None:
         self._writer = writer
         self._stream = stream
-        #: By the index of the choice: number of characters of the tokens that were sent with
-        #: log-probabilities, including those of an echoed prompt.
+        #: By the index of the choice: number of characters of all tokens whose log-probabilities
+        #: were sent, including the tokens of an echoed prompt.
         self._offsets = {choice.index: 0 for choice in writer.job.choices}
 
     async def begin(self) -> None:
@@ -42,7 +42,7 @@ class StreamSender:
         await self._send(self._encode(self._writer.opening()))
 
     async def send_output(self, choice: Choice, output: TextOutput) -> None:
-        """Send the events of `output`, which belongs to `choice`, and drop its prompt logprobs."""
+        """Send the events of one output of `choice`, and remove the output's prompt logprobs."""
         # Also send tokens without text: clients measure the time between tokens by the chunks.
         if output.text or output.token_ids or output.finish_reason is not None:
             self._writer.job.num_streamed_tokens += len(output.token_ids)

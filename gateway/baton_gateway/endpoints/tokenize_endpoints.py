@@ -89,7 +89,7 @@ class TokenizeEndpoints:
         bounds: TextBounds,
         size: int,
     ) -> str:
-        """Return the text to tokenize. It is empty for a request with tokens."""
+        """Return the text to tokenize; empty for a DetokenizeRequest, which has tokens."""
         if isinstance(request, DetokenizeRequest):
             return ""
         if isinstance(request, CountTokensRequest):

@@ -3,8 +3,8 @@
 The number of bodies that one client sends at once is limited too. So a client that sends heads
 without bodies cannot reserve all sequences that `admission` allows.
 
-A byte is charged to the budget until its request's prompt is tokenized or refused. Afterwards, the
-limits of `admission` and of the model bound what a request costs.
+The bytes of a body count until the request's prompt is tokenized or the request is refused. After
+that, the limits of `admission` and of the model bound the memory of a request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 16 * 2**20
 #: Limit on the bytes of all bodies whose prompts are not yet tokenized.
 MAX_TOTAL_BODY_BYTES = 96 * 2**20
 #: A body is kept in pieces of about this size while it arrives. Hundreds of large arrays that grow
-#: side by side would copy their bytes again and again, and leave gaps of half their size.
+#: at the same time would be copied many times, and would fragment the memory.
 PIECE_BYTES = 2**16
 
 
@@ -38,8 +38,8 @@ class BodyBudget:
     """The budget of bytes of all bodies whose prompts are not yet tokenized.
 
     When MAX_TOTAL_BODY_BYTES is reached, the client with the most bytes loses its largest request,
-    which is refused with 503. Without API keys, each request counts as a client of its own. Small
-    requests are then served beside many large ones.
+    which is refused with 503. Without API keys, each request counts as a client of its own. So
+    small requests are served even while many large requests arrive.
 
     Args:
         client_limit: maximum number of bodies of one client that are being read. Clients are
@@ -77,7 +77,7 @@ class BodyBudget:
             self._remove(charge)
 
     def add(self, charge: BodyCharge, num_bytes: int) -> None:
-        """Add `num_bytes` to `charge`. Refuse requests with large bodies if necessary.
+        """Add `num_bytes` to `charge`. If the budget is exceeded, refuse the largest requests.
 
         Raises:
             APIError: 503, because the budget is exhausted and `charge`'s request was refused.
@@ -93,7 +93,7 @@ class BodyBudget:
     def add_response(self, charge: BodyCharge, num_bytes: int) -> None:
         """Add a finished response to `charge`, which has no other bytes.
 
-        The response causes no refusals in this call, but it counts in later calls.
+        This call refuses no request because of the response, but later calls count the response.
         """
         self._make_room()
         self._count(charge, num_bytes)
@@ -142,7 +142,7 @@ class BodyBudget:
                 del self._num_bytes_of[charge.client]
 
     def _size(self, charge: BodyCharge) -> tuple[int, int]:
-        """Return the bytes of all charges of the charge's client, and the bytes of the charge."""
+        """Return a sort key: the bytes of all charges of the same client, then of this charge."""
         if charge.client is None:
             return charge.num_bytes, charge.num_bytes
         return self._num_bytes_of[charge.client], charge.num_bytes
@@ -201,7 +201,8 @@ class BodyCharge:
                     if num_bytes > MAX_BODY_BYTES:
                         raise _too_large()
                     self._budget.add(self, len(chunk))
-                    if num_bytes > PIECE_BYTES:  # `readany` does not wait for decompressed bytes
+                    # `readany` returns decompressed bytes without waiting, so other tasks must run.
+                    if num_bytes > PIECE_BYTES:
                         await asyncio.sleep(0)
                     if pieces and len(pieces[-1]) + len(chunk) <= PIECE_BYTES:
                         pieces[-1] += chunk

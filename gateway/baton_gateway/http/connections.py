@@ -27,8 +27,9 @@ from baton_protocol.process.control_groups import memory_limit
 
 logger = logging.getLogger(__name__)
 
-#: A connection must complete its TLS handshake within this time, then the head of its first
-#: request. The head of a later request must be complete this long after its first byte.
+#: The TLS handshake and the head of the first request must be complete within this time after the
+#: connection is accepted. The head of a later request must be complete this long after its first
+#: byte.
 HEAD_TIMEOUT_S = 20.0
 #: A client must read a response that fits into the buffer of the connection within this time.
 WRITE_TIMEOUT_S = 75.0
@@ -42,13 +43,13 @@ KEEP_ALIVE_S = 3630.0
 LINGER_S = 10.0
 #: Limit on the headers of a request.
 MAX_HEADERS = 64
-#: Limit on the bytes of heads that have arrived since the last complete head, including the bytes
-#: that arrived together with it.
+#: Limit on the bytes of heads that have arrived since the last complete head. Bytes that arrive in
+#: the same read as that complete head also count.
 MAX_HEAD_BYTES = 2**16
 #: Interval at which the deadlines of connections are checked.
 SWEEP_S = 1.0
-#: Size of the buffer for the body of a connection whose request is not read. aiohttp pauses the
-#: connection at twice this size.
+#: Size of a connection's buffer for the part of a body that no handler has read yet. aiohttp stops
+#: reading from the connection at twice this size.
 READ_BUFFER_BYTES = 2**16
 #: Limit on the bytes that one read of a connection returns, and size of the buffer of a TLS
 #: connection. asyncio's default of 256 KiB would be the largest part of a connection's memory.
@@ -82,7 +83,7 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: ClientConnection, transport: asyncio.Transport) -> bool:
-        """Count a new connection. Close a connection if there are too many.
+        """Count a new connection. At the limit, close another connection or the new one.
 
         Returns:
             False if the new connection was closed.
@@ -114,7 +115,11 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def on_response(self, connection: ClientConnection, timeout_s: float) -> None:
-        """Begin a wait of the connection, for the end of its response or for its next request."""
+        """Set the deadline for the client to read its response, or to send its next request.
+
+        Args:
+            timeout_s: seconds from now to the deadline.
+        """
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = asyncio.get_running_loop().time() + timeout_s
@@ -149,7 +154,8 @@ class Connections:
             self._next_warning = now + LOG_INTERVAL_S
             logger.warning(
                 "the limit of %d connections (max_connections) is reached: closing the connection "
-                "that has waited longest for a request",
+                "that has waited longest for a request, or the new connection if none waits; raise "
+                "max_connections, or run more gateways",
                 self.limit,
             )
 
@@ -161,7 +167,7 @@ def response_headers(request: web.BaseRequest) -> dict[str, str]:
 
 
 class ClientConnection(web.RequestHandler):
-    """A connection that `connections` counts, and the responses to its invalid HTTP.
+    """A client's connection, which `connections` counts. It also responds to invalid HTTP.
 
     Malformed HTTP has no known path, so its error has OpenAI's shape. Other errors have the shape
     of the path's API. Neither response nor log quotes the request, which may contain an API key.
@@ -191,7 +197,7 @@ class ClientConnection(web.RequestHandler):
             super().connection_made(transport)
 
     def upgraded_to_tls(self, transport: asyncio.Transport) -> None:
-        """Serve `transport`, after `connections` has counted the connection below it."""
+        """Serve the TLS connection `transport`. Its TCP connection is already counted."""
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -216,7 +222,7 @@ class ClientConnection(web.RequestHandler):
                 self._connections.on_large_head(self)
 
     def _resume_reading_if_drained(self) -> None:
-        # aiohttp resumes while 16 requests wait. Their heads and bodies can have megabytes.
+        # aiohttp would resume while 16 requests wait, whose heads and bodies can have megabytes.
         if not self._messages:
             super()._resume_reading_if_drained()
 
@@ -304,8 +310,8 @@ asyncio.sslproto.SSLProtocol.max_size = MAX_READ_BYTES
 class TLSHandshake(asyncio.Protocol):
     """Counts a connection, runs its TLS handshake, and then hands the connection over.
 
-    asyncio's own TLS servers create the protocol's connection after the handshake. Connections in
-    a handshake would then not be counted.
+    asyncio's own TLS servers call `connection_made` only after the handshake. Connections in a
+    handshake would then not be counted.
     """
 
     def __init__(
@@ -372,7 +378,10 @@ def bounded_by_resources(num_connections: int, share: int) -> int:
 
 
 def connection_limit(max_connections: int, max_concurrent_requests: int) -> int:
-    """Return the maximum number of clients' connections: at most half of the resources."""
+    """Return the maximum number of clients' connections.
+
+    It is `max_connections`, or lower if they would need more than half of the process's resources.
+    """
     limit = bounded_by_resources(max_connections, 2)
     if limit < max_connections:
         memory = memory_limit()

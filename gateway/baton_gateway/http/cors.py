@@ -48,7 +48,7 @@ class CORS:
         return headers
 
     async def set_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Set the CORS headers of `response`. aiohttp calls this in its on_response_prepare."""
+        """Set the CORS headers of `response`. aiohttp calls this before it sends the headers."""
         response.headers.update(self.headers(request))
 
     @web.middleware

@@ -54,8 +54,8 @@ class EventStream:
     async def keep_alive(self) -> None:
         """Send a comment, so that proxies keep the connection open.
 
-        If the client has disconnected, this raises nothing, because aiohttp then cancels the
-        handler of the request.
+        If the client has disconnected, this method raises nothing, because aiohttp then cancels
+        the handler of the request.
         """
         with contextlib.suppress(ConnectionError):
             response = await self.open()
@@ -75,7 +75,7 @@ class EventStream:
         head = b"event: %b\n" % name.encode() if name else b""
         write = response.write(head + b"data: " + event + b"\n\n")
         if fits_into_buffer(self._http, len(event)):
-            await write  # it does not wait, and a timeout for each token costs time
+            await write  # does not wait for the client, and a timeout per token would cost CPU time
         else:
             await self._bounded(write, self._client_timeout_s)
 

@@ -110,12 +110,12 @@ class Authentication:
                     allow_eviction(request)
                     await asyncio.sleep(delay_s)
                 raise
-        self._shutdown.on_request(request.path)  # a client without a key must not prolong it
+        self._shutdown.on_request(request.path)  # a client without a key must not delay it
         return await handler(request)
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the headers that every response has. aiohttp calls this in its on_response_prepare."""
+    """Set the headers that every response has. aiohttp calls this before it sends the headers."""
     response.headers.update(response_headers(request))
 
 

@@ -1,4 +1,4 @@
-"""Parses only request bodies that can be parsed fast.
+"""Parses request bodies, and refuses a body that would take long to parse.
 
 The JSON library holds the GIL while it parses a body, so parsing in a thread would still block the
 event loop. A megabyte of text takes a fraction of a millisecond. A megabyte of brackets takes a
@@ -26,12 +26,12 @@ MAX_VALUES = 2**20
 #: Limit on the arrays and objects of one body, which take the longest to parse.
 MAX_CONTAINERS = 2**17
 #: Bodies of up to this many bytes are parsed on the event loop, and their values are not counted.
-#: That takes a few milliseconds at worst.
+#: Parsing them takes a few milliseconds at most.
 INLINE_BODY_BYTES = 2**16
-#: Memory of a JSON value as Python objects, in bytes: a short text takes 60.
+#: Memory of one JSON value as a Python object, in bytes. A short string takes 60.
 VALUE_BYTES = 64
-#: Number of strings whose punctuation does not count as values. To skip a string takes a
-#: microsecond.
+#: `bound_values` does not count the punctuation in the first strings of a body, up to this many.
+#: Skipping a string takes a microsecond, so the punctuation of later strings counts as values.
 MAX_SKIPPED_STRINGS = 256
 #: Maximum number of names of unknown fields to log. Clients choose the names, so the log must be
 #: bounded.
@@ -80,7 +80,7 @@ async def parse_body(
 
     Raises:
         RequestError: the body is invalid or has too many values.
-        APIError: 503, because the budget is exhausted and this body is the largest.
+        APIError: 503, because the budget is exhausted and this request was refused.
     """
 
     def count() -> int:

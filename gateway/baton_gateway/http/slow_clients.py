@@ -15,8 +15,8 @@ from baton_gateway.http.body_budget import BodyCharge
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of outputs of a choice that may wait for a client. They are the text of at least a
-#: minute, and take half a megabyte without log-probabilities.
+#: Maximum number of outputs of a choice that may wait for a client. So many outputs take an engine
+#: at least a minute. They take half a megabyte of memory without log-probabilities.
 MAX_UNREAD_OUTPUTS = 4096
 #: Maximum number of log-probabilities of a request that may wait for a client: about 30 MB.
 MAX_UNREAD_LOGPROBS = 2**20
@@ -99,7 +99,8 @@ async def send_json(
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
-            for start in range(0, len(body), BUFFERED_BYTES):  # the transport copies what waits
+            # In pieces, because the transport copies the bytes that it cannot send at once.
+            for start in range(0, len(body), BUFFERED_BYTES):
                 await response.write(memoryview(body)[start : start + BUFFERED_BYTES])
             await response.write_eof()
     except ConnectionError:

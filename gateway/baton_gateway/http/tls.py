@@ -44,8 +44,8 @@ class ServerCertificate:
             if found == self._loaded:
                 self._failure = ""
                 return
-            # Load it into another context first. A certificate with the wrong key would make all
-            # handshakes of the serving context fail.
+            # First load the certificate into another context. In the serving context, a certificate
+            # with the wrong key would make all handshakes fail.
             self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
             self._load(self.context)
             self._loaded, self._failure = found, ""
@@ -71,7 +71,8 @@ class ServerCertificate:
         return certificate, key if key.exists() else self._folder / PRIVATE_KEY
 
     def _load(self, context: ssl.SSLContext) -> None:
-        # With an empty password an encrypted key is an error. Without one, OpenSSL would prompt.
+        # With an empty password, an encrypted key is an error. Without a password, OpenSSL would
+        # prompt on the terminal.
         context.load_cert_chain(*self._paths(), password="")
 
     def _fingerprint(self) -> bytes:

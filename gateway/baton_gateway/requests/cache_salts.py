@@ -17,7 +17,7 @@ from baton_protocol.service_key import ServiceKey
 
 
 class CacheSalts:
-    """Computes the salt of a request from its client and from the `cache_salt` that it chose.
+    """Computes the salt of a request from its client and from the request's own `cache_salt`.
 
     Args:
         access: which clients share cached blocks.
@@ -39,7 +39,7 @@ class CacheSalts:
         """
         if client is None or self._is_shared or requested in self._shared_salts:
             return requested
-        # A client's name is a file's name. So it has no slash, and different pairs differ as texts.
+        # A client's name is a file's name without a slash, so different pairs are different texts.
         return self._digest(client)[:CLIENT_CHARS] + self._digest(f"{client}/{requested}")
 
     def _digest(self, text: str) -> str:

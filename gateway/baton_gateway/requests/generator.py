@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Beams with more tokens than this in total are detokenized in a thread.
 INLINE_TOKENS = 64
-#: After encoding messages with this many tokens and options for engines, the event loop runs other
-#: tasks.
+#: After encoding engine requests with this many prompt tokens and option entries, the event loop
+#: runs other tasks.
 STAGGERED_TOKENS = 2**16
 #: Fixed cost of sending one sequence. The unit is the cost of encoding one token.
 SEQUENCE_TOKENS = 2**11
@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 class Generator:
     """Runs the sequences of jobs on engines.
 
-    With best_of, it runs all candidates. `Job.best_choices` then selects those of the response.
+    With best_of, all candidates run. `Job.best_choices` then selects the choices of the response.
     """
 
     def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
@@ -109,7 +109,7 @@ class Generator:
         queue: OutputQueue,
         on_output: Callable[[int, int], None],
     ) -> None:
-        """Put the outputs of `run` into `queue`, then its end or its failure."""
+        """Put the outputs of `run` into `queue`, then the end of the sequence or its failure."""
         try:
             async with aclosing(self._outputs(job, prompt, run)) as outputs:
                 async for choice, output in outputs:
@@ -146,7 +146,7 @@ class Generator:
                     needs_prompt_logprobs = False
                     output.prompt_logprobs = await prompt.share_logprobs(run, output)
                 texts = await _texts(job.request, run, output)
-                output.prompt_logprobs = None  # the loop keeps `output` until the next one
+                output.prompt_logprobs = None  # `output` stays in memory until the next output
                 for item in texts:
                     yield item
                 if any(text.finish_reason is not None for _, text in texts):
@@ -157,7 +157,7 @@ class Generator:
 async def sequence_tasks(
     work: Iterable[tuple[Sequence, Coroutine[Any, Any, _Result]]],
 ) -> AsyncIterator[list[asyncio.Task[_Result]]]:
-    """Run a coroutine for each sequence until the `with` block ends, which cancels the rest."""
+    """Run a coroutine for each sequence. At the end of the `with` block, cancel those that run."""
     tasks: list[asyncio.Task[_Result]] = []
     num_tokens = 0
     try:
@@ -190,7 +190,7 @@ async def _texts(
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
         return await run_encoding(partial(_beams, run, output), size, INLINE_TOKENS)
-    if request.is_prompt_only:  # the answer is the prompt, without the generated token
+    if request.is_prompt_only:  # the response has only the prompt, without the generated token
         output = EngineCoreOutput(
             output.request_id,
             [],

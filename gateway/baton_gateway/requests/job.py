@@ -68,7 +68,7 @@ class PromptJob:
         await self.logprobs_known.wait()
         logprobs = self.logprobs
         self._num_shared += 1
-        if self._num_shared == len(self.runs):  # as objects, they take megabytes
+        if self._num_shared == len(self.runs):  # free the objects, which take megabytes
             self.logprobs = []
         return logprobs
 

@@ -36,18 +36,20 @@ from baton_text.tokenizer import Tokenizer
 
 #: Limit on the characters of all prompts that a response repeats, once for each choice.
 MAX_ECHO_CHARACTERS = 2**20
-#: Number of tokens at the end of a completion's prompt that may begin the reasoning.
+#: Number of tokens at the end of a completion's prompt that may contain the start tag of the
+#: reasoning.
 PROMPT_END = 32
 
 
 class _Prompts(NamedTuple):
     """The tokenized prompts of a request. Lists have one entry per prompt."""
 
-    id_prefix: str  #: Of the response's id.
+    id_prefix: str  #: Prefix of the response's id, such as `cmpl`.
     field: str  #: The field of the request that has the prompts, for errors.
     token_ids: list[list[int]]
     echoes: list[str]  #: Text of each prompt; empty without echo.
-    structures: list[StructuredOutput | None]  #: Grammar of the reply, beside the request's own.
+    #: Grammar of the reply to each prompt. None: the grammar of the request, if it has one.
+    structures: list[StructuredOutput | None]
     reply: Reply | None = None  #: How a chat reply is parsed.
 
 
@@ -223,7 +225,7 @@ class JobBuilder:
         """Return the grammar that enforces `thinking_budget` after each prompt.
 
         The grammar depends only on whether the prompt ends inside the reasoning. Without
-        `thinking_budget`, it is None.
+        `thinking_budget`, the result is None for each prompt.
         """
         if request.thinking_budget is None:
             return [None] * len(prompts)

@@ -15,10 +15,10 @@ from baton_text.output import TextOutput
 from baton_text.reply_parsing.reply_parser import ReplyDelta
 from baton_text.reply_parsing.tool_formats import ToolCallDelta, merge_deltas
 
-#: Number of outputs that wait one by one. Later outputs of a choice are joined.
+#: While fewer outputs than this wait, each waits as it is. Further outputs of a choice are joined.
 MAX_SINGLE_OUTPUTS = 8
-#: Limit on the tokens of a joined output. It is sent as one event, which the client must read in
-#: time.
+#: Limit on the tokens of a joined output. A joined output is sent as one event, which the client
+#: must read within a timeout.
 MAX_JOINED_TOKENS = 64
 
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
@@ -46,7 +46,7 @@ class CollectedOutput:
         self._tool_calls: list[ToolCallDelta] = []
 
     def add(self, output: TextOutput) -> None:
-        """Add an output, and drop its prompt logprobs."""
+        """Add an output. Remove the prompt logprobs from `output`."""
         self.num_outputs += 1
         self._last = output
         self._text.write(output.text)
@@ -65,7 +65,8 @@ class CollectedOutput:
     def continues_with(self, output: TextOutput) -> bool:
         """Return whether `output` may be joined to the outputs so far, for an event of a stream.
 
-        False if the event would be too long, or would change the order of the parts of a reply.
+        False if the event would be too long, or would change the order of reasoning, text and tool
+        calls.
         """
         if len(self._token_ids) + len(output.token_ids) > MAX_JOINED_TOKENS:
             return False
@@ -99,14 +100,14 @@ class OutputQueue:
     """
 
     def __init__(self) -> None:
-        #: None is the end of a sequence.
+        #: Outputs, failures and ends of sequences (None), in the order of their arrival.
         self._events: deque[tuple[Choice, TextOutput | CollectedOutput] | Exception | None] = (
             deque()
         )
-        #: By the index of the choice: the last output in `_events`, if further ones may be added.
+        #: By the index of the choice: the output in `_events` to which `put` joins later outputs.
         self._joined: dict[int, CollectedOutput] = {}
         self._arrived = asyncio.Event()
-        #: Number of outputs that wait, and of their log-probabilities.
+        #: Number of outputs that wait, and number of log-probabilities in these outputs.
         self.num_outputs = 0
         self.num_logprobs = 0
 

@@ -73,11 +73,13 @@ class PoolingJob:
 
 @dataclass
 class PairJob(PoolingJob):
-    """A job whose prompts are pairs of texts, or the texts of pairs.
+    """A job that scores pairs of texts.
+
+    A classifier's prompt is a pair. An embedding model's prompt is one text of a pair.
 
     Args:
-        embedded: indices of both texts of each pair among the prompts. None if each prompt is a
-            pair.
+        embedded: for each pair, the indices of its two texts in `sequences`. None if each prompt is
+            a pair.
     """
 
     embedded: list[tuple[int, int]] | None = None
@@ -166,7 +168,7 @@ class PoolingJobBuilder:
                 code="request_too_large",
             )
         unit = PoolingParams(normalize=True)
-        indices: dict[str, int] = {}  # prompt of each text that is embedded
+        indices: dict[str, int] = {}  # index of the prompt of each embedded text
 
         def prompts() -> list[_Prompt]:
             if pair_format is not None:
@@ -244,7 +246,7 @@ class PoolingRunner:
     def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
         self._dispatcher = dispatcher
         self._metrics = metrics
-        #: One for each job that runs. It is set to a failure when the gateway shuts down.
+        #: The future vectors of each running job. A shutdown of the gateway sets a failure instead.
         self._running: set[asyncio.Future[list[bytes]]] = set()
 
     def fail_all(self) -> None:
@@ -256,7 +258,7 @@ class PoolingRunner:
                 )
 
     async def run(self, job: PoolingJob, started: float) -> None:
-        """Run all sequences of `job`, and set its vectors. Cancelling aborts the sequences.
+        """Run all sequences of `job`, and set its vectors. If cancelled, abort the sequences.
 
         Args:
             started: monotonic time at which the request arrived, in seconds.

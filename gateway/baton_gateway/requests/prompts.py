@@ -25,8 +25,9 @@ LONG_TEXT = 8
 #: Limit on the characters of a text per allowed token. The tokens of a text are shorter on average,
 #: unless the text repeats characters.
 MAX_CHARACTERS_PER_TOKEN = 32
-#: Limit on the characters of a text, unless LONG_TEXT characters per token of a prompt are more.
-#: Byte-level BPE takes 75 to 170 bytes of memory for each byte of a text.
+#: Limit on the characters of a text. If LONG_TEXT characters per token of the longest prompt are
+#: more, this larger number is the limit. Byte-level BPE takes 75 to 170 bytes of memory for each
+#: byte of a text.
 MAX_TEXT_CHARACTERS = 2**22
 #: A text to tokenize may have this many times the tokens of the longest prompt.
 TEXT_FACTOR = 4
@@ -137,12 +138,12 @@ class PromptReader:
 
         Args:
             messages: the conversation.
-            variables: further variables of the template, if there are any.
-            bounds: limit on the tokens of the prompt. Each message needs at least one token, and
-                the texts of all messages are in the prompt.
+            variables: further variables of the template; None: no further variables.
+            bounds: limit on the tokens of the prompt. Before rendering, messages are refused if
+                their number or their characters need more tokens.
             add_generation_prompt: end the prompt with the start of an assistant's message.
             size: bytes of the request's body.
-            tools: tools that the answer may call.
+            tools: tools that the answer may call; None: no tools.
 
         Raises:
             RequestError: the model has no chat template, the template refuses the messages, or a

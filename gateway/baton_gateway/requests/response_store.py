@@ -15,14 +15,14 @@ from baton_protocol.process.control_groups import memory_limit
 from baton_text.chat_messages import ChatMessage
 from baton_text.responses.responses_api import Response
 
-#: Limit on the bytes of all stored conversations, and the part of the container's memory limit that
-#: they may take. The oldest ones are forgotten first.
+#: All stored conversations have at most MAX_STORED_BYTES, and at most 1 / MEMORY_SHARE of the
+#: container's memory limit. The oldest conversations are deleted first.
 MAX_STORED_BYTES = 2**26
 MEMORY_SHARE = 16
-#: Limit on the bytes of one conversation. A longer one is not stored. It also limits the bytes of
-#: all responses to whose items one request refers.
+#: Limit on the bytes of one conversation. A longer conversation is not stored. This is also the
+#: limit on the bytes of all stored responses whose items one request references.
 MAX_CONVERSATION_BYTES = 2**22
-#: The conversations of one client may take this part of the limit.
+#: The conversations of one client with an API key take at most 1 / CLIENT_SHARE of the limit.
 CLIENT_SHARE = 4
 #: Memory that a stored response takes besides its JSON, in bytes.
 OVERHEAD_BYTES = 2**10
@@ -30,7 +30,7 @@ OVERHEAD_BYTES = 2**10
 #: Name of the client, and id of the response.
 _Key = tuple[str | None, str]
 _ITEM_ID = re.compile(r"[a-z]{1,9}_(\w{1,99})_[0-9]{1,9}", re.ASCII)
-#: Limit on the items of stored responses to which one request refers.
+#: Limit on the number of items of stored responses that one request references.
 MAX_REFERENCES = 1024
 
 
@@ -45,7 +45,7 @@ class StoredResponse:
 
     Args:
         response: the response.
-        messages: the conversation with the response, without instructions.
+        messages: the conversation including the response, without instructions.
     """
 
     response: bytes
@@ -57,9 +57,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps responses in memory, the latest ones of each client. Thread-safe.
+    """Keeps the latest responses of each client in memory. Thread-safe.
 
-    Clients without API keys have the name None, and are one client.
+    If clients need no API key, all of them count as one client with the name None.
 
     Args:
         max_bytes: limit on the bytes of all conversations.
@@ -123,7 +123,9 @@ class ResponseStore:
     def earlier(
         self, previous_id: str | None, item_ids: Collection[str], client: str | None
     ) -> bytes:
-        """Return the JSON of `Earlier`: what a request continues and refers to.
+        """Return the stored messages and responses to which a request refers, as JSON of `Earlier`.
+
+        The result is empty if the request refers to none.
 
         Args:
             previous_id: id of the response to continue. None if the request continues no response.
@@ -131,8 +133,8 @@ class ResponseStore:
             client: name of the client.
 
         Raises:
-            APIError: 400, a response is not stored, or the items are too many, or their responses
-                too long.
+            APIError: 400, because a response is not stored, there are too many items, or their
+                responses have too many bytes.
         """
         if len(item_ids) > MAX_REFERENCES:
             raise APIError(

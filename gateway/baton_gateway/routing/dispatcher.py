@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 #: Resumed samples wait this long for the first of them to compute their prompt.
 PROMPT_WAIT_S = 10.0
 
-#: Failures that are retried on another engine. For a sequence that has begun, every failure with an
+#: Failures that are retried on another engine. Once a sequence has tokens, every failure with an
 #: error code is retried: an engine has accepted the request, so the request is valid.
 _RETRIABLE = frozenset(
     {ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD}
@@ -48,10 +48,10 @@ _RETRIABLE = frozenset(
 class Dispatcher:
     """Runs sequences on the engines of the pool.
 
-    The samples of one prompt go to one decode engine as a group. The first one has the prefill
-    stage, if there is one, and the samples share the prompt's blocks. So the prompt is computed
-    once and moved once. When the engine is lost, its samples move to one other engine together. A
-    sample that fails alone moves alone.
+    The samples of one prompt go to one decode engine as a group. Only the first sample may have a
+    prefill stage, and all samples share the prompt's KV blocks. So the prompt is computed once, and
+    its blocks are transferred once. When the engine is lost, its samples move together to one other
+    engine. A sample that fails alone moves alone.
 
     Args:
         inter_token_timeout_s: longest time between two outputs of a decode engine. After it, the
@@ -113,7 +113,7 @@ class Dispatcher:
                     error.__cause__ or error,
                 )
                 raise
-        # The engine was lost after the last token and before its finish reason.
+        # The engine was lost after it sent the last token, but before it sent the finish reason.
         yield EngineCoreOutput(sequence.request_id, [], finish_reason=FinishReason.LENGTH)
 
     def _count_retry(self, sequence: Sequence, failure: AttemptError) -> None:
@@ -125,7 +125,7 @@ class Dispatcher:
     async def _aggregated(
         self, state: RetryState, placement: Placement, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the outputs of an attempt on one engine, which decodes.
+        """Yield the outputs of an attempt that runs only on a decode engine.
 
         The engine computes the prompt, unless another sample of the group computes or loads it.
         """
@@ -149,8 +149,9 @@ class Dispatcher:
         """Yield the outputs of an attempt on a prefill engine and a decode engine.
 
         Both engines receive ADD at the same time. The first token comes from the prefill engine,
-        all other tokens from the decode engine. In a group, all tokens come from the decode engine,
-        so that it loads the prompt's KV for all samples even if one ends with its first token.
+        all other tokens from the decode engine. In a group, all tokens come from the decode engine.
+        The decode engine then loads the prompt's KV for all samples, even if this sample ends with
+        its first token.
         """
         sequence, decode = state.sequence, placement.member
         client = decode.ready_client
@@ -202,10 +203,11 @@ class Dispatcher:
                 invalid.
         """
         if not await stage.wait():
-            # PREFILL_RESULT carries the first token. Before it, the engine can only send a failure.
+            # The decode engine can only send a failure before it receives PREFILL_RESULT, which
+            # carries the first token.
             self._require_continuation(sequence, await _received(stage.decode_output))
             raise AttemptError(
-                "the decode engine sent tokens before it received the first one",
+                "the decode engine sent tokens before it received PREFILL_RESULT",
                 ErrorCode.INTERNAL,
             )
         output, error = stage.result()
@@ -309,11 +311,11 @@ class Dispatcher:
 
 
 async def _wait_for_prompt(placement: Placement) -> None:
-    """Wait until the placement's engine has the prompt's blocks of an earlier sample.
+    """Wait until an earlier sample has computed the prompt on the placement's engine.
 
-    Resumed samples wait at most PROMPT_WAIT_S, and then find the prompt's blocks in the prefix
-    cache. They cannot be sent as a group, because all samples of a group start right after the
-    prompt.
+    A resumed sample then finds the prompt's blocks in the prefix cache. It waits for at most
+    PROMPT_WAIT_S. Resumed samples cannot be sent as a group, because all samples of a group start
+    right after the prompt.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PROMPT_WAIT_S):

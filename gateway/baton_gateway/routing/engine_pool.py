@@ -79,7 +79,7 @@ class EnginePool:
         self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
         #: Set and replaced each time a member may have become available.
         self._changed = asyncio.Event()
-        #: The READY messages of the decode engines that were available last.
+        #: The READY messages of the decode engines that are, or most recently were, available.
         self._decode_ready: list[Ready] = []
         for role in ROLES:
             metrics.engines_ready.labels(role).set_function(self._counter(role))
@@ -311,11 +311,11 @@ class EnginePool:
             dead.cancel()
 
     def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
-        """Return why the requests of a live engine should continue on other engines.
+        """Return why the requests of a live engine should move to other engines; None: they stay.
 
-        None means that they should stay. They stay for up to MAX_STALL_S if no other decode engine
-        can continue them. Decode engines also continue the requests of prefill engines. A stall is
-        never shorter than twice the engine's longest step.
+        Requests move if the engine sleeps, or if they made no progress for the stall timeout and
+        for twice the engine's longest step. They stay for up to MAX_STALL_S if no other decode
+        engine can continue them. Decode engines also continue the requests of prefill engines.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:
@@ -358,7 +358,7 @@ class EnginePool:
 
     def _notify(self) -> None:
         """Wake the callers of `wait_for`, because an engine may have become available."""
-        self._decode_engines()  # an engine that is lost before the next request counts as well
+        self._decode_engines()  # records READY, even of an engine that is lost before a request
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -18,7 +18,7 @@ from baton_protocol.engine_messages import ErrorCode
 
 logger = logging.getLogger(__name__)
 
-#: Interval at which a sequence that has begun is sent to full engines again.
+#: Interval in seconds at which a sequence with generated tokens is sent to full engines again.
 OVERLOAD_RETRY_S = 0.5
 
 
@@ -89,7 +89,7 @@ class Placer:
         decode = await self._place_decode(state)
         if decode.has_sample:
             return decode, None
-        # After the wait for a decode engine, in which prefill engines may come and go.
+        # Only now, because prefill engines may come and go during the wait for a decode engine.
         return decode, self._pick_prefill(state.sequence, decode.member)
 
     async def _place_decode(self, state: RetryState) -> Placement:
@@ -115,7 +115,7 @@ class Placer:
         """Choose the least loaded decode engine that may run the sequence, or wait for one.
 
         Raises:
-            APIError: no such engine was available in time.
+            APIError: no engine that may run the sequence was available in time.
         """
         requirements = _requirements(state)
         member = self._least_loaded("decode", requirements)
@@ -131,7 +131,7 @@ class Placer:
         """Pick a prefill engine whose KV blocks `decode` can read.
 
         Returns:
-            None if the sequence needs no prefill stage or no such engine is available.
+            The engine. None if the sequence needs no prefill stage, or no such engine is available.
         """
         num_tokens = len(sequence.prompt_token_ids)
         if not sequence.can_prefill_remotely or num_tokens < self._prefill_threshold_tokens:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class PrefillStage:
     """Runs the prefill stage, and waits for the decode engine's first output at the same time.
 
-    Before PREFILL_RESULT, the decode engine can only send a failure.
+    Until the decode engine receives PREFILL_RESULT, it can only send a failure.
 
     Args:
         member: the prefill engine.

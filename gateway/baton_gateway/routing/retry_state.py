@@ -9,7 +9,7 @@ from baton_gateway.routing.sequence import Placement, Sequence
 from baton_protocol.engine_messages import ErrorCode
 
 #: Number of failed attempts in a row without a new token, after which the client gets the error.
-#: The sequence itself may crash engines.
+#: The sequence itself may crash engines, and more attempts would crash more engines.
 MAX_FAILURES = 5
 
 

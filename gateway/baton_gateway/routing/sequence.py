@@ -1,6 +1,7 @@
 """One sample of one prompt, and the group of samples that share a prompt.
 
-The gateway keeps the generated tokens of every sequence, so that another engine can continue it.
+The gateway keeps the generated tokens of every sequence, so that another engine can continue the
+sequence.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Placement:
 class SampleGroup:
     """The samples of one prompt, which run on one engine so that the prompt is computed once.
 
-    The first sample that is sent chooses the engine for the group. When the engine is lost, the
-    first sample that retries chooses the next engine for the group.
+    The group's engine is chosen for the first sample that is sent. When the engine is lost, the
+    next engine is chosen for the first sample that retries, and the other samples follow.
     """
 
     group_id: str
@@ -80,7 +81,7 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether as many tokens as max_tokens were generated."""
+        """Whether max_tokens tokens were generated."""
         limit = self.sampling_params.max_tokens
         return limit is not None and len(self.generated_token_ids) >= limit
 

@@ -23,7 +23,7 @@ CANDIDATES: list[Configuration] = [
 def shape_class(num_rows: int, dim: int) -> str:
     """Return the shape class under which a launch's tuned configuration is stored.
 
-    Few rows need smaller tiles to occupy the GPU.
+    If there are few rows, tiles must be smaller, so that the GPU is occupied.
     """
     return f"{'few' if num_rows <= 64 else 'many'}/dim={triton.next_power_of_2(dim)}"
 

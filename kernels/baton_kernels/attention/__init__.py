@@ -243,8 +243,8 @@ def _check_layer(
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     if (key_scale is not None, value_scale is not None) != (is_fp8, is_fp8):
         raise ValueError(
-            "key_scale and value_scale go with float8_e4m3fn caches, and these are "
-            f"{key_cache.dtype}"
+            "key_scale and value_scale go with float8_e4m3fn caches, which need both; these "
+            f"caches are {key_cache.dtype}"
         )
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")

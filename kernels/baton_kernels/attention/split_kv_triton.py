@@ -25,14 +25,16 @@ class SplitKVBatch(NamedTuple):
 class Partials(NamedTuple):
     """Partial results of segments, which `join_segments_kernel` joins.
 
-    An item is one segment of the batch. If a sequence has one segment, the attention kernel writes
-    the final result of the sequence, and of these tensors only `segments_ptr`.
+    An item is one segment of the batch. If a sequence has only one segment, the attention kernel
+    writes the final result of the sequence directly. It then writes no other tensor of this tuple
+    than `segments_ptr`.
     """
 
     #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
     out_ptr: Tensor
     sum_ptr: Tensor  #: float32 [items, num_kv_heads, BLOCK_M].
-    max_ptr: Tensor  #: float32, like the sums: the largest score in base 2, subtracted before exp2.
+    #: float32, shape of `sum_ptr`: the largest score in base 2, which is subtracted before exp2.
+    max_ptr: Tensor
     segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and number of items of each sequence.
 
 
@@ -143,7 +145,7 @@ def join_segments_kernel(
             other=0.0,
         )
         new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
-        # -inf: the query has attended to no key yet.
+        # -inf: no segment so far has a key that the query attends to.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.math.exp2(running_max - base)
         weights = tl.math.exp2(maxima - base)

@@ -30,12 +30,12 @@ def paged_attention_cpu(
     """
     if not key_cache.stride() == value_cache.stride() == plan.strides:
         raise ValueError(
-            f"key and value cache need equal strides, as the plan's cache has {plan.strides}, "
+            f"key and value cache need the strides of the plan's cache, {plan.strides}, "
             f"not {key_cache.stride()} and {value_cache.stride()}"
         )
     if len(plan.groups) == 1 and plan.groups[0].queries is None:
         return _attend(query, key_cache, value_cache, plan, plan.groups[0], scale)
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)  # padding is in no group
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)  # padding stays 0
     for group in plan.groups:
         out[group.queries] = _attend(
             query[group.queries], key_cache, value_cache, plan, group, scale
@@ -98,8 +98,8 @@ class _Group:
     #: int64: gathered slots that their sequence does not attend to, as indices into [num_seqs *
     #: num_kv_heads * slots].
     invisible: Tensor | None = None
-    #: Mask added to the scores. None for decodes: each attends to all `slots`. None for a chunk:
-    #: the chunk is causal from its first slot on.
+    #: Mask added to the scores. None means for decodes that each query attends to all `slots`. For
+    #: a chunk, None means a causal mask from the first slot on.
     mask: Tensor | None = None
 
 
@@ -115,7 +115,7 @@ class _Decode(NamedTuple):
 class GatherPlan:
     """Cache rows to gather, and attention masks, for all layers of a step.
 
-    Arguments are those of `baton_kernels.attention.plan_attention`.
+    The arguments are described at `baton_kernels.attention.plan_attention`.
 
     Raises:
         ValueError: the tokens of a block and head are not contiguous in the cache.

@@ -1,11 +1,11 @@
 """Paged attention in Triton: one program per (query block, KV head), online softmax over KV tiles.
 
-After FlashAttention-2 (Dao 2023). The rows of `tl.dot` are the query heads of one KV head, for a
-few query tokens. So decode (one token) and prefill share the code. If each sequence has few
-queries (decode), the program id selects a sequence, or a segment of a sequence (see `split_kv`).
-Otherwise each program finds its sequence by binary search in `cu_seqlens_q`. The size of the grid,
-`num_tokens // BLOCK_Q + num_seqs`, needs only shapes, so the host never waits for the device. The
-last query blocks of a sequence attend to the most keys, so they start first.
+The algorithm is FlashAttention-2 (Dao 2023). The rows of `tl.dot` are the query heads of one KV
+head, for a few query tokens. So decode (one token) and prefill share the code. If each sequence has
+few queries (decode), the program id selects a sequence, or a segment of a sequence (`split_kv`).
+Otherwise each program finds its sequence by binary search in `cu_seqlens_q`. The host computes the
+size of the grid, `num_tokens // BLOCK_Q + num_seqs`, from shapes, without waiting for the device.
+The last query blocks of a sequence attend to the most keys, so they start first.
 
 Key tiles need not match KV blocks, because each token is looked up in the block table. The block
 ids of the next tile are loaded during the computation of a tile. Scores are in base 2, for the

@@ -57,8 +57,8 @@ def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -
     An example is "decode/rows=16/head_dim=128/bfloat16".
 
     Args:
-        decode: whether each sequence's queries fit into one query block, or the average number of
-            queries per sequence is at most 4.
+        decode: whether the queries of each sequence fit into one query block, or the average number
+            of queries per sequence is at most 4.
         rows: minimum number of rows of a query block. Rows and key tiles compete for shared memory.
         head_dim: dimension of a head.
         kv_dtype: dtype of the KV cache.
@@ -107,10 +107,10 @@ class Launch(NamedTuple):
 
     items: int  #: Programs per KV head: one per query block, per sequence or per segment.
     target_segments: int  #: 0: no sequence is split.
-    max_queries: int  #: Upper bound of a sequence's queries, if they are one query block; else 1.
+    max_queries: int  #: Upper bound of a sequence's queries if one query block holds them, else 1.
     shared: dict[str, int]  #: Constants of both kernels.
     constants: dict[str, int]  #: Other constants of the attention kernel.
-    partials: Partials | None  #: Workspace that the layers use in turn. None: nothing is split.
+    partials: Partials | None  #: Workspace that all layers reuse. None: no sequence is split.
 
 
 def plan_launch(

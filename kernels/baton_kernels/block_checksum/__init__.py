@@ -33,8 +33,8 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
     Args:
         addresses: address of each run, int64 [n], with any alignment.
         nbytes: bytes of each run, a multiple of 8.
-        num_threads: number of threads. The default is 1, because the model computes at the same
-            time.
+        num_threads: number of threads. The default is 1, because model steps use the other
+            processors at the same time.
 
     Returns:
         The sums, uint64 [n].

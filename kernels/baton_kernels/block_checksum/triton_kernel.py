@@ -22,7 +22,7 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # a view with any offset
+@triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # may be a view at any offset
 def _block_sums_kernel(
     out_ptr,  # [num_block_ids, parts]
     words_ptr,  # [num_blocks, words_per_block]

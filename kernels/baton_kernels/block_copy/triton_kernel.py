@@ -25,12 +25,12 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
-@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view with any offset
+@triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view of `table`
 def _copy_blocks_kernel(
     source_ptr,  # [num_blocks, words_per_block]
     target_ptr,  # [num_blocks, words_per_block]
     pairs_ptr,  # [num_pairs, 2], ordered by chain
-    chains_ptr,  # [num_chains + 1]: where each begins in pairs_ptr
+    chains_ptr,  # [num_chains + 1]: index of each chain's first pair, then num_pairs
     words_per_block,
     TILE: tl.constexpr,
 ):
@@ -42,9 +42,9 @@ def _copy_blocks_kernel(
         source = tl.load(pairs_ptr + 2 * pair)
         target = tl.load(pairs_ptr + 2 * pair + 1)
         content = tl.load(source_ptr + source * words_per_block + word, mask=mask)
-        tl.debug_barrier()  # all threads have read before any overwrites
+        tl.debug_barrier()  # no thread writes before all threads have read
         tl.store(target_ptr + target * words_per_block + word, content, mask=mask)
-        tl.debug_barrier()  # all threads have written before any reads the next pair
+        tl.debug_barrier()  # no thread reads the next pair before all have written
 
 
 def copy_blocks_triton(

@@ -104,7 +104,7 @@ def _register_fakes() -> None:
     def _(gate_up: Tensor) -> Tensor:
         return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
-    for name in ("write_kv", "paged_attention"):  # they write into an argument
+    for name in ("write_kv", "paged_attention"):  # they return nothing
         fake(name)(lambda *arguments: None)
 
     @fake("linear")

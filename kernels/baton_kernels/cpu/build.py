@@ -44,7 +44,7 @@ def _is_gcc(command: str) -> bool:
     if shutil.which(command) is None:
         return False
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
-    return "Free Software Foundation" in version.stdout  # Clang and others do not name it
+    return "Free Software Foundation" in version.stdout  # in the version text of GCC only
 
 
 def build(instruction_set: InstructionSet, command: str) -> Path:
@@ -110,7 +110,7 @@ def main() -> int:
     for name, error in failed.items():
         print(
             f"compiling the CPU kernels for {name} failed; Baton uses slower torch operations "
-            f"there:\n{error}",
+            f"on such CPUs:\n{error}",
             file=sys.stderr,
         )
     built = ", ".join(name for name in futures if name not in failed)

@@ -88,5 +88,5 @@ def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, s
         return None, f"no C++ kernels for this processor{setting}"
     compiled = next((one for one in able if library_file(one).exists()), None)
     if compiled is None:
-        return None, "not compiled for this version: python -m baton_kernels.cpu.build"
+        return None, "not compiled for this version; run python -m baton_kernels.cpu.build"
     return compiled, compiled.name

@@ -33,7 +33,7 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
     def tensors(self) -> list[Tensor | None]:
-        """Return data, scales and bias."""
+        """Return the packed weight, its scales and the bias. Missing tensors are None."""
         scales = self.weight.scales if isinstance(self.weight, QuantizedWeight) else None
         return [self.weight.data, scales, self.bias]
 
@@ -69,7 +69,7 @@ class LayerWeights:
     window: int | None  #: Tokens that a query attends to, including its own. None: no limit.
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the layer's tensors without its experts, in the order of `Weight` in C++."""
+        """Return all tensors except experts, in the order of `Weight` in decoder_layers.h."""
         mlp: list[Tensor | None]
         if isinstance(self.mlp, DenseMLP):
             mlp = [*self.mlp.gate_up.tensors(), *self.mlp.down.tensors(), None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Slots:
-    """Block and offset of each slot of a step. Arguments are those of `plan_write`."""
+    """Cache block, and offset in this block, of each written slot of a step."""
 
     def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
         written = slot_mapping >= 0

@@ -101,7 +101,7 @@ class QuantizedWeight(nn.Module):
             if values.dtype is torch.uint8:  # values + 128
                 values = (values ^ 128).view(torch.int8)
             return values.contiguous(), self.scales
-        # A byte has a value of the first half of a group and one of the second half, both plus 8.
+        # A byte holds a value of a group's first half and a value of its second half, each plus 8.
         bytes_ = self.data.view(num_panels, -1, 4, panel, step)
         halves = torch.stack((bytes_ & 15, bytes_ >> 4), dim=2)
         padded = halves.permute(0, 4, 1, 2, 3, 5).reshape(num_panels * panel, -1)

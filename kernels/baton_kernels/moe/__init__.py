@@ -6,7 +6,7 @@
     out[t] = sum over k of weights[t, k] * y[t, k]
 
 An id outside [0, num_experts), such as -1, means an expert of another rank. Such an expert
-contributes zeros, whatever the weight.
+contributes zeros, even if its weight is NaN.
 
 The implementations are C++ (../cpu/source/moe.h), torch (experts_cpu.py) and Triton
 (triton_kernel.py).

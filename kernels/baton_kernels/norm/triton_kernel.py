@@ -27,7 +27,7 @@ CANDIDATES: list[Configuration] = [
 def shape_class(num_rows: int, dim: int) -> str:
     """Return the shape class under which a launch's tuned configuration is stored.
 
-    Few rows need more warps each to occupy the GPU.
+    If there are few rows, each row needs more warps, so that the GPU is occupied.
     """
     return f"{'few' if num_rows <= 256 else 'many'}/dim={triton.next_power_of_2(dim)}"
 

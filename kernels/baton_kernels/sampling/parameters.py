@@ -37,5 +37,6 @@ class BestTokens(NamedTuple):
     #: int64 of shape [rows].
     token_ids: Tensor
     #: Whether all logits of the row are -inf or NaN, bool of shape [rows]. None: every row has a
-    #: finite maximum and no NaN. Never None on a GPU, where the host would have to wait to see it.
+    #: finite maximum and no NaN. On a GPU it is never None, because the host would have to wait for
+    #: the device.
     is_impossible: Tensor | None

@@ -28,8 +28,8 @@ from baton_kernels.sampling.vocabulary_blocks import (
     tokens_at_least,
 )
 
-#: Numbers of block maxima that reach the bound, tried in this order. If top_p keeps more tokens,
-#: all tokens are candidates.
+#: The bound is the FEW-th largest block maximum. If top_p keeps tokens below it, the MANY-th is
+#: tried. If top_p keeps tokens below that bound as well, all tokens are candidates.
 FEW, MANY = 64, 1024
 #: Fixed-point scale of probabilities, which are relative to the most likely token's. The sum of
 #: 2**20 tokens is exact in float64.
@@ -102,7 +102,7 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
         mine, others, to_beat = rows.take(index), logits, scores[index]
         if len(index) < len(params):
             others = logits[index]
-        # Noise that a token needs to win, if its logit is below the bound.
+        # A token below the bound can win only if its noise mantissa is at least this number.
         needed = least_mantissa(to_beat - bound[index].double() / mine.temperature)
         possible = noise_mantissa(mine.keys, torch.arange(vocab_size, device=device)) >= needed
         possible &= (others < bound[index]) & (others >= floor[index])

@@ -30,14 +30,14 @@ def _greedy_kernel(
         logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
     packed = (logit_key(x).to(tl.int64) << 32) - token
-    packed = tl.where(x > float("-inf"), packed, _LOWEST)  # not for a NaN
+    packed = tl.where(x > float("-inf"), packed, _LOWEST)  # a NaN gets _LOWEST
     tl.atomic_max(best_ptr + row, tl.max(packed, axis=0))
 
 
 def greedy_triton(logits: Tensor, fallback: int) -> BestTokens:
     """Implement `baton_kernels.sampling.greedy` in Triton."""
     num_rows, vocab_size = logits.shape
-    # Less than the packed key of any possible token.
+    # Less than the packed key of any token that is not masked.
     nothing = (_MASKED_KEY << 32) - fallback
     best = torch.full((num_rows,), nothing, dtype=torch.int64, device=logits.device)
     if num_rows:

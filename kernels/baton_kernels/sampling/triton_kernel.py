@@ -221,7 +221,7 @@ def _collect_kernel(
             kept = (x > float("-inf")) & (scaled >= best + params.log_min_p)
             weight = tl.where(kept, relative_weight(scaled, best), 0.0)
             gathered = tl.sum(tl.where(reaches, weight, 0.0), axis=0)
-            # Integers: exact in any order.
+            # Sums of integers are exact, in any order of the programs.
             tl.atomic_add(state + _TOTAL, tl.sum(weight, axis=0).to(tl.int64))
             tl.atomic_add(state + _GATHERED, gathered.to(tl.int64))
             reaches &= kept

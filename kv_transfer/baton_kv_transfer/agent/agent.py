@@ -17,8 +17,8 @@ These things differ from NIXL:
 - Descriptors are rows of an array, not objects of the library. Each row is checked when a list or
   a transfer is made: a local row must be inside registered memory, and a row of a peer inside the
   memory that the peer's metadata lists.
-- `set_wakeup` and `waiting` replace polling. `fence` cuts all peers off. `num_refused`, `failure`
-  and `bytes_moved` report what happened. These are additions.
+- NIXL has no `set_wakeup` and `waiting`, which replace polling. NIXL also has no `fence`,
+  `num_refused`, `failure` and `bytes_moved`.
 - `XferHandle.error` has the reason for ERR.
 - Errors are ValueError, KeyError and TransportError.
 """
@@ -71,7 +71,7 @@ class KnownPeer:
 
 
 class DlistHandle:
-    """Descriptors that were checked against registered memory: all local, or all of one peer."""
+    """A checked list of descriptors, all in this agent's registered memory or all in one peer's."""
 
     def __init__(self, agent: str, descs: XferDescs, known_peer: KnownPeer | None) -> None:
         """Create a handle to checked descriptors.
@@ -96,7 +96,7 @@ class XferHandle:
         Args:
             peer: name of the peer.
             known_peer: the peer's metadata.
-            num_descs: number of descriptors after adjacent ones are merged.
+            num_descs: number of descriptors after adjacent descriptors were merged.
             notif: notification for the peer; empty for none.
         """
         self.peer, self.known_peer, self.num_descs, self.notif = peer, known_peer, num_descs, notif
@@ -141,10 +141,10 @@ class Agent(abc.ABC):
 
     @property
     def num_refused(self) -> int:
-        """Number of descriptors in requests of peers that were outside registered memory.
+        """Number of descriptors in peers' requests that were refused.
 
-        Requests with such descriptors are refused. The number is always 0 with NIXL, which does not
-        report them.
+        These descriptors were outside registered memory. The number is always 0 with NIXL, which
+        does not report refused descriptors.
         """
         return 0
 
@@ -168,8 +168,8 @@ class Agent(abc.ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that the agent calls after a transfer ended or a notification arrived.
 
-        The call may come from any thread. `wakeup` is not called for an event that the exit of the
-        context `waiting` has handled. NIXL's own interface has no wakeup function.
+        The call may come from any thread. `wakeup` is not called for an event that is handled
+        during the exit of the context `waiting`. NIXL's own interface has no wakeup function.
         """
         self._wakeup = wakeup
 

@@ -13,8 +13,8 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
     Args:
         name: the name under which peers know the agent.
         transport: a value of kv_transfer.transport. This call loads UCX or NIXL only if needed.
-        host: address of this machine at which peers reach the agent. Empty: $POD_IP, or else
-            127.0.0.1. NIXL ignores `host` and chooses an address.
+        host: address of this machine at which peers reach the agent. Empty: $POD_IP, or
+            127.0.0.1 if $POD_IP is not set. NIXL ignores `host` and chooses an address.
 
     Raises:
         ValueError: the transport is unknown, or the packages that it needs are not installed.

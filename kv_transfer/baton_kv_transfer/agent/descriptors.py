@@ -150,8 +150,8 @@ def run_starts(
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
     """Return whether `merge` may find adjacent rows to join.
 
-    Lists of up to FEW_RUNS rows are compared. For longer lists, the result is True without a
-    comparison.
+    In lists of up to FEW_RUNS rows, neighbouring rows are compared. For longer lists, the result is
+    True without a comparison.
     """
     if len(local) > FEW_RUNS:
         return True

@@ -81,10 +81,10 @@ class _Native:
     def drop(self) -> None:
         if self.value is None:
             return
-        # The library may refuse to release a transfer in flight, which ends with NIXL's agent.
+        # The library may refuse to release a transfer in flight. Destroying NIXL's agent ends it.
         with contextlib.suppress(Exception):
             self.value.release()
-        # The wrapper would keep NIXL's agent alive, and would log an error on garbage collection.
+        # Otherwise, the wrapper keeps NIXL's agent alive, and logs an error on garbage collection.
         self.value._released, self.value._agent = True, None
         self.value = None
 
@@ -372,7 +372,7 @@ class NixlAgent(Agent):
         for native in list(self._natives):
             native.drop()
         if self._nixl is not None:
-            self._nixl.agent = None  # a traceback may still hold the wrapper, but not the agent
+            self._nixl.agent = None  # a traceback that holds the wrapper must not keep the agent
             self._nixl = None
         for xfer in self._in_flight:
             xfer.end(xfer.removal_error or reason)
@@ -382,7 +382,7 @@ class NixlAgent(Agent):
     def _restart(self, reason: str) -> None:
         """Replace NIXL's agent with a new one that has the same memory and peers.
 
-        Transfers in flight end in ERR for this reason.
+        Transfers in flight end in ERR with the error `reason`.
         """
         self._destroy(reason)
         self._nixl = nixl = nixl_library.create(self._api, self.name)

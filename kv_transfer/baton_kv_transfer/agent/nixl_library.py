@@ -10,7 +10,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-#: UCX's settings. Environment variables override them. NIXL accepts no list as a value.
+#: UCX's settings. Environment variables override them. Commas separate settings, so a value cannot
+#: be a list.
 BACKEND_CONFIG = "TLS=^sm,KEEPALIVE_INTERVAL=2s"
 _NAME_TAG = b"nixlSerDes|Agent"
 #: Every entry of NIXL's metadata ends with this byte.

@@ -42,7 +42,7 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 
 _METADATA_VERSION = 4
 _DIGEST_BYTES = 8
-#: Limit of a peer's regions. The time to locate descriptors grows with it.
+#: Limit of a peer's regions. The time to locate descriptors grows with the number of regions.
 MAX_REGIONS = 64
 
 
@@ -166,7 +166,7 @@ class TransportAgent(Agent):
         with self._lock:
             for region in dereg_list.regions:
                 self._regions.remove(region)
-            # Lists that were prepared for this agent have indices of the old list of regions.
+            # Descriptor lists for this agent as a peer have region indices, which are wrong now.
             self._peers.pop(self.name, None)
         self._thread.commands.call(lambda: self._forget_regions(dereg_list.regions))
 
@@ -413,7 +413,7 @@ class TransportAgent(Agent):
 
 
 def seal(packed: bytes) -> bytes:
-    """Return the metadata for these bytes: a digest, which finds damage, and the bytes."""
+    """Return a digest followed by the bytes. The digest lets the receiver detect damage."""
     return _digest(packed) + packed
 
 

@@ -25,8 +25,8 @@ VERIFY_SLICE_S = 0.02
 class BlockVerifier:
     """Reads and verifies the blocks of all per-rank transfers.
 
-    Callers add blocks with `read()` or `verify()`. `verify_arrived()` yields the verified batches
-    of blocks, unless the load has failed.
+    Callers add blocks with `read()` or `verify()`. `verify_arrived()` yields each verified batch of
+    blocks whose load has not failed.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -38,7 +38,7 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """Whether blocks are unverified. If so, call `verify_arrived` without waiting."""
+        """Whether arrived blocks are unverified. If so, call `verify_arrived` without waiting."""
         return bool(self._arrived)
 
     @property
@@ -67,7 +67,7 @@ class BlockVerifier:
             self._windows[rank_transfer.peer].drop(rank_transfer)
 
     def drop_peer(self, peer: Peer) -> None:
-        """Drop the queued reads from a lost peer. Reads in flight end without further calls."""
+        """Drop queued reads from a lost peer. `verify_arrived` still collects reads in flight."""
         self._windows.pop(peer, None)
 
     def verify_arrived(self) -> Iterator[tuple[RankTransfer, list[int]]]:
@@ -196,7 +196,10 @@ class BlockVerifier:
         return twice
 
     def _discard(self, batch: ReadBatch) -> None:
-        """Remove a batch from its per-rank transfer, and release slots that are not the load's."""
+        """Remove a batch from its per-rank transfer.
+
+        Release the batch's slots, unless they are slots of the load (`Load.slots`).
+        """
         batch.rank_transfer.num_batches -= 1
         if batch.rank_transfer.load.slots is None:
             self._memory.release(batch.slots)

@@ -8,8 +8,8 @@ hold:
 - A block is valid after every per-rank transfer has verified its part of the block in this engine's
   memory.
 - After the LoadResult, nothing writes to the load's blocks: all its reads have ended. With push,
-  one more event has come before: the producer has sent RELEASED, the last write was verified, or a
-  fence (`Agent.fence`) has cut the producer off.
+  the producer's writes have ended too. Either the producer has sent RELEASED, or its last write was
+  verified, or a fence (`Agent.fence`) has cut the producer off.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ConsumerSide:
     # From the scheduler
 
     def add_wait(self, transfer_id: str, wait: LoadWait) -> None:
-        """Send heartbeats for a load that waits for memory, so that the producer keeps its blocks.
+        """Send heartbeats for a load that waits for memory, so that the producer keeps the blocks.
 
         The heartbeats end when the producer is lost. A load that has begun sends heartbeats itself.
         """
@@ -110,8 +110,8 @@ class ConsumerSide:
         """Receive messages, read and verify blocks, update all loads, and send heartbeats.
 
         Yields:
-            The transfer id and the result of each load that has ended. The engine waits for the
-            results, so they come before RELEASE messages are sent and new messages are received.
+            The transfer id and the result of each load that has ended. The results are yielded
+            before RELEASE messages are sent, because the engine waits for the results.
         """
         yield from self._loads.take_finished()  # ended by `begin` or `cancel`
         if notifications := list(self._notifications()):
@@ -123,7 +123,7 @@ class ConsumerSide:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
         self._verify_blocks()
-        # A load that the new messages continue or end must not time out, nor cause a fence.
+        # Deadlines are checked after the messages, because a message may extend or end a load.
         yield from self._loads.update_states(now)
         self._loads.check_deadlines(now)
         for peer in self._peers:
@@ -165,8 +165,8 @@ class ConsumerSide:
     def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
         """Yield (peer, PUBLISH) for each notification of a producer's write.
 
-        An invalid notification does not fail the peer, because any agent can send one under the
-        peer's name.
+        An invalid notification does not fail the peer, because any agent can send a notification
+        under the peer's name.
         """
         for sender, messages in self._agent.get_new_notifs().items():
             for peer in self._peers:

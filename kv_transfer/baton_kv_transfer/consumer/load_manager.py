@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 #: A load in the state SETTLING waits this long for its reads, and then disconnects the peer. After
 #: the same time again, a fence (`Agent.fence`) cuts all peers off.
 SETTLE_TIMEOUT_S = 5.0
-#: Longest interval between heartbeats. The interval is a third of the peer's lease or of this
-#: side's timeout, whichever is shorter.
+#: Longest interval between heartbeats. The interval is a third of the peer's lease or of
+#: kv_transfer.load_timeout_s, whichever is shorter, up to this limit.
 MAX_HEARTBEAT_S = 5.0
 
 
@@ -130,9 +130,12 @@ class LoadManager:
     # A load's states
 
     def update_states(self, now: float) -> Iterator[tuple[str, LoadResult]]:
-        """Update all loads, yield the ended ones, send RELEASE messages and post reads.
+        """Update all loads, send RELEASE messages and post reads.
 
         If a load ends, all loads are updated again, because the ended load may have freed slots.
+
+        Yields:
+            The transfer id and the result of each load that has ended.
         """
         count = 0
         while count != len(self._loads):
@@ -203,7 +206,7 @@ class LoadManager:
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
         if load.push and load.slots is None and not self._try_take_slots(load):
-            return  # tried again at each step, until its deadline
+            return  # update_states tries again, until the deadline of this per-rank transfer
         rank_transfer.state = RankTransferState.PUSHING if load.push else RankTransferState.OPEN
         self._record_progress(rank_transfer, now)
         if load.num_blocks == 0:
@@ -303,7 +306,7 @@ class LoadManager:
                     self.fail(load, FailureReason.TIMEOUT, why, now)
                     break
         elif load.state is LoadState.SETTLING and now >= load.settle_deadline:
-            # A peer that failed is disconnected, which ends its reads in ERR, and thereby the load.
+            # The consumer side disconnects a failed peer. The peer's reads then end in ERR.
             for rank_transfer in load.rank_transfers:
                 peer = rank_transfer.peer
                 if rank_transfer.num_batches and not peer.error:

@@ -156,7 +156,7 @@ class Load:
     rank_transfers: list[RankTransfer] = field(default_factory=list)
     #: With push: a slot per block, from the first SUBSCRIBE to the end of the load.
     slots: list[int] | None = None
-    #: SETTLING: time after which peers are disconnected or cut off.
+    #: In the state SETTLING: time at which peers are disconnected or cut off.
     settle_deadline: float = 0.0
     #: Why the load failed; None: it has not failed.
     reason: FailureReason | None = None

@@ -48,7 +48,7 @@ def create_rank_transfers(
     for rank, peer in workers.items():
         theirs = load.lead_peer.ranks[rank].heads
         heads = layout.heads.overlap(theirs)
-        # Other workers of this engine can hold heads of the same producer's worker.
+        # Several workers of this engine can share heads with one worker of the producer.
         subscribers = [each.heads for each in context.ranks if each.heads.overlap(theirs).count]
         transfers.append(
             RankTransfer(

@@ -24,8 +24,8 @@ class ReadBatch:
     rank_transfer: RankTransfer
     #: Indices of the blocks among the load's blocks.
     positions: list[int]
-    #: Slots of this engine's memory, one for each block. They belong to the batch, unless the load
-    #: has slots (`Load.slots`).
+    #: Slots of this engine's memory, one for each block. With push, they are slots of the load
+    #: (`Load.slots`). Without push, they were allocated for this batch.
     slots: list[int]
 
     @property
@@ -57,7 +57,7 @@ class ReadWindow:
     def __init__(self, max_inflight_bytes: int, stats: ConnectorStats) -> None:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
-        #: Per-rank transfers with queued blocks. The first one is next.
+        #: Per-rank transfers with queued blocks. The next batch is of the first transfer.
         self._turns: deque[RankTransfer] = deque()
         self._stats = stats
 

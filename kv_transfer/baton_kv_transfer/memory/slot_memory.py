@@ -123,7 +123,7 @@ def slot_rows(
 ) -> NDArray[np.int64]:
     """Return the memory range of `heads` in each slot of a worker's memory.
 
-    There is at least one head.
+    `heads` must not be empty.
 
     Returns:
         [num_slots, 3] of (address, length, device id).

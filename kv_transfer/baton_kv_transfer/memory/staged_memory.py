@@ -68,7 +68,7 @@ class StagedMemory(SlotMemory):
         #: Heap of free slots. The lowest slots are taken first: the more slots are adjacent, the
         #: fewer memory ranges a transfer has.
         self._free = list(range(num_slots))
-        #: By slot in use: the block for which the slot was accepted; None: the slot is exposed.
+        #: Slot in use -> the block for which `accept` returned the slot; None: from `expose`.
         self._used: dict[int, int | None] = {}
         self._warned = False
 
@@ -130,8 +130,8 @@ class StagedMemory(SlotMemory):
     def _take(self, count: int) -> list[int] | None:
         """Take and return `count` free slots; None if fewer slots are free.
 
-        If the memory has fewer slots in total, no retry can succeed. The first such call logs a
-        warning.
+        If the memory has fewer than `count` slots in total, no retry can succeed. The first such
+        call logs a warning.
         """
         if count > self.num_slots and not self._warned:
             self._warned = True

@@ -35,7 +35,7 @@ class _PeerWindow:
     """The bytes in flight to one peer, and the subscribers of this peer with queued blocks."""
 
     inflight_bytes: int = 0
-    #: Subscribers with queued blocks, the next one first.
+    #: Subscribers with queued blocks. The next write goes to the first subscriber.
     turns: deque[Subscriber] = field(default_factory=deque)
 
 

@@ -80,9 +80,10 @@ class EarlySubscriptions:
         return ""
 
     def release(self, session: Session, message: side_channel.Release) -> None:
-        """Hold a RELEASE until the transfer is offered, in place of a held SUBSCRIBE.
+        """Hold a RELEASE until the transfer is offered.
 
-        A RELEASE without an earlier SUBSCRIBE is also held.
+        The RELEASE replaces a held SUBSCRIBE of the same load. With push, RELEASED is sent for the
+        replaced SUBSCRIBE. A RELEASE without an earlier SUBSCRIBE is also held.
         """
         held = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if held is None:
@@ -119,7 +120,7 @@ class EarlySubscriptions:
                 self._refuse(key, held, f"was not offered yet, and {session.error}")
 
     def expire(self, now: float) -> None:
-        """Drop messages that have waited for a lease. Refuse their subscriptions."""
+        """Drop held messages whose lease has ended. Refuse the dropped subscriptions."""
         if now < self.next_expiry:
             return
         for key, held in self._all():

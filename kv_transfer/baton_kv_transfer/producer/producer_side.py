@@ -21,11 +21,11 @@ from baton_protocol.service_key import ServiceKey, count_refused, watch_handshak
 
 logger = logging.getLogger(__name__)
 
-#: Limit of messages queued for one consumer. A consumer with more is treated as lost.
+#: Limit of messages queued for one consumer. Above this limit, the consumer is treated as lost.
 MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
-#: ZeroMQ's own probes find hosts that vanished without closing the connection. Leases end before
-#: this timeout, which only ends the session.
+#: Timeout of ZeroMQ's own probes, which find hosts that vanished without closing the connection.
+#: The timeout only ends the session. The leases have ended earlier.
 ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
 #: A connection that has not completed ZeroMQ's handshake within this time is closed.
 ZMQ_HANDSHAKE_MS = 10_000
@@ -34,8 +34,8 @@ ZMQ_HANDSHAKE_MS = 10_000
 STALL_S = 2.0
 #: After a pause of STALL_S, no lease expires for this time.
 STALL_GRACE_S = 0.5
-#: After this time, leases expire even if the socket still has messages. ZeroMQ reads the consumers'
-#: connections in turn, so messages of every consumer were read.
+#: After this time, leases expire even if the socket still has unread messages. ZeroMQ alternates
+#: between the connections, so messages of every consumer were read by then.
 MAX_UNREAD_S = 10.0
 
 
@@ -130,7 +130,7 @@ class ProducerSide:
             for session in self.transfers.expire(now):
                 self._cut_off(session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s")
             for identity in self._sessions.take_silent(now):
-                self._send(identity, side_channel.Pending([]))  # finds connections that are lost
+                self._send(identity, side_channel.Pending([]))  # fails if the connection is lost
         for session in [
             one for one in self._sessions.failed if not self._writer.has_writes_to(one)
         ]:

@@ -59,9 +59,9 @@ class Publisher:
     def publish(
         self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
     ) -> None:
-        """Send PUBLISH for blocks, and mark it as the last one if all blocks were published.
+        """Send PUBLISH for blocks. If all blocks were published, mark the message as the last one.
 
-        Do nothing if there are no blocks and it is not the last one.
+        Send nothing if there are no blocks and the message would not be the last one.
 
         Args:
             subscriber: the receiver.

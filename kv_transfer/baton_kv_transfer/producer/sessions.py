@@ -98,7 +98,7 @@ class SessionRegistry:
         for name, mine, other in zip(names, ours, theirs, strict=True):
             if mine != other:
                 why = f"{name} differs: {mine} at the producer, {other} at the consumer"
-                # An engine with another instance id had this address before.
+                # With another instance id, the consumer expects an earlier engine at this address.
                 return side_channel.Refused(why, succeeded=name == "instance id")
         if len(hello.nonce) != auth.NONCE_BYTES or not 0 < len(hello.instance_id) <= MAX_ID_LENGTH:
             return side_channel.Refused(
@@ -119,7 +119,7 @@ class SessionRegistry:
         """Handle DESCRIBE: complete the handshake of a connection.
 
         Returns:
-            The answer, and the sessions of other connections that were removed.
+            The answer, and the sessions of other connections that this call has removed.
         """
         session = self._pending.pop(identity, None)
         if session is None:
@@ -144,7 +144,11 @@ class SessionRegistry:
         return side_channel.Description(self._layout, ours, self._lease_s, ranks), lost
 
     def forget(self, identity: bytes, reason: str) -> list[Session]:
-        """Remove the session of a connection. Return the session if it was OPEN or FAILED."""
+        """Remove the session of a connection.
+
+        Returns:
+            A list with the session if it was OPEN or FAILED; an empty list in other cases.
+        """
         self._pending.pop(identity, None)
         session = self._open.pop(identity, None)
         if session is None:
@@ -161,7 +165,7 @@ class SessionRegistry:
     def fail(self, session: Session, reason: str) -> list[Session]:
         """Fail a session after a failed write, and remove the consumer's agent.
 
-        Sessions that share this agent fail as well. Return the sessions that have failed now.
+        Sessions that share this agent fail as well. Return all sessions that this call has failed.
         """
         if session.agent_name:
             self._agent.remove_remote_agent(session.agent_name)
@@ -170,14 +174,15 @@ class SessionRegistry:
     def fail_all(self, reason: str) -> list[Session]:
         """Fail all sessions that use push, after a fence (`Agent.fence`) has removed the agents.
 
-        Return the sessions that have failed now.
+        Return the sessions that this call has failed.
         """
         return self._fail([one for one in self._open.values() if one.agent_name], reason)
 
     def take_silent(self, now: float) -> list[bytes]:
-        """Return the silent connections, which the caller must probe, once per lease.
+        """Return the identities of silent connections, which the caller must probe.
 
-        Their consumers have sent no message for the time of a lease. Also drop handshakes that have
+        A connection is silent if no message has arrived for the time of a lease. The check runs
+        once in this time; calls in between return an empty list. Also drop handshakes that have
         timed out.
         """
         if now < self._next_probe:
@@ -248,9 +253,9 @@ class SessionRegistry:
     def _forget_older_memory(
         self, agent_name: str, memory: MemoryDescription | None
     ) -> list[Session]:
-        """Remove and return the sessions of older memory of an agent.
+        """Remove and return the sessions of an agent that were opened with older memory.
 
-        The agent's name now refers to `memory`, to which sessions of older memory must not write.
+        The agent's name now refers to `memory`. A session with older memory must not write there.
         """
         lost = []
         for other in self._find_by_agent(agent_name):

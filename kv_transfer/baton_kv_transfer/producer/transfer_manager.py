@@ -1,7 +1,7 @@
 """The transfers that the scheduler has offered. The connector's thread calls all methods.
 
-A transfer begins with the scheduler's offer and ends exactly once, and `take_finished` then returns
-it. Its blocks stay allocated until its end. `transfer_state` describes its states.
+A transfer begins with the scheduler's offer and ends exactly once. `take_finished` then returns the
+transfer's id. The blocks stay allocated until the end. `transfer_state` describes the states.
 
 A transfer ends when all subscribers have left and no write to a subscriber is in flight. A
 subscriber is one worker of the consumer.
@@ -45,7 +45,8 @@ MAX_HOLD_S = 600.0
 #: Heartbeats of a load that waits for memory keep blocks at most for this time after the first
 #: block. Two engines may wait for each other's memory without end, so one side must give up.
 MAX_WAIT_S = 120.0
-#: Writes to a subscriber that has left must end within this time, or its session is cut off.
+#: Time within which writes to a subscriber must end after it has left. Later, the subscriber's
+#: session is cut off.
 DRAIN_TIMEOUT_S = 5.0
 #: Interval at which transfers that wait for slots try again.
 SLOT_RETRY_S = 0.02
@@ -81,7 +82,7 @@ class TransferManager:
     # From the scheduler
 
     def offer(self, transfer_id: str, peer_instance_id: str) -> None:
-        """Add a transfer, and handle the messages of consumers that arrived before."""
+        """Add a transfer. Handle SUBSCRIBE and RELEASE messages that arrived before the offer."""
         if transfer_id in self._transfers:
             logger.warning("transfer %s was offered twice; ignoring the second offer", transfer_id)
             return
@@ -152,7 +153,7 @@ class TransferManager:
             refuse_subscription(self._send, session, message, refusal)
 
     def release(self, session: Session, message: side_channel.Release) -> None:
-        """Handle RELEASE: end the subscriber's load. A RELEASE before the offer is kept."""
+        """Handle RELEASE: end the subscriber's load, or hold the message until the offer."""
         if explain_invalid(self._memory.layout, session, message, self._stats):
             return
         transfer = self._transfers.get(message.transfer_id)
@@ -173,10 +174,10 @@ class TransferManager:
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
         """Renew the leases of these transfers, and send PENDING.
 
-        PENDING names the transfers of which more blocks will be published. The load of a transfer
-        without a subscriber waits for memory at the consumer. PENDING names such a transfer until
-        it has blocks. If it did so afterwards, two engines could wait for each other's memory
-        without end.
+        PENDING names the transfers of which more blocks will be published. A consumer that has not
+        subscribed to a transfer still waits for memory. For this consumer, PENDING names the
+        transfer only until the transfer has blocks. Two engines that hold blocks and wait for each
+        other's memory must time out.
         """
         now = self._clock()
         pending = []
@@ -246,7 +247,7 @@ class TransferManager:
             if transfer.transfer_id in self._waiting_for_slots:
                 self._expose(transfer)
             if transfer.transfer_id in self._waiting_for_slots and not transfer.blocks:
-                return  # otherwise small transfers would always overtake a large one
+                return  # smaller transfers must not overtake the one that has waited longest
 
     def expire(self, now: float) -> list[Session]:
         """End subscriptions and transfers whose lease has expired.
@@ -283,7 +284,7 @@ class TransferManager:
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
     def _expire_transfer(self, transfer: OfferedTransfer, now: float) -> list[Session]:
-        """End what has expired of one transfer, and return the sessions to cut off."""
+        """End expired subscriptions of a transfer, or the transfer. Return sessions to cut off."""
         stalled = []
         for subscriber in list(transfer.subscribers.values()):
             if now < subscriber.deadline:
@@ -478,8 +479,8 @@ class TransferManager:
 
         Args:
             transfer: the transfer of the lease.
-            limit_s: the longest time in seconds for which heartbeats renew the lease, if the lease
-                ended at this limit. None: no heartbeat has renewed the lease in time.
+            limit_s: the limit in seconds up to which heartbeats renew the lease, if the lease ended
+                at this limit. None: the lease ended because no heartbeat arrived in time.
         """
         self._stats.leases_expired += 1
         logger.warning(

@@ -83,7 +83,8 @@ class Subscriber:
     first_write: float = 0.0
     #: Time at which the last write ended; 0: no write has ended.
     last_write: float = 0.0
-    #: While writes are in flight: time at which the first one was posted, or the last one ended.
+    #: While writes are in flight: time at which a write last ended. Before the first end: time at
+    #: which the first of these writes was posted.
     writing_since: float = 0.0
 
     @property
@@ -93,7 +94,7 @@ class Subscriber:
 
 @dataclass(slots=True)
 class OfferedBlock:
-    """A published block."""
+    """A block of an offered transfer, in a slot that subscribers may read."""
 
     #: Index of the block in the sequence.
     index: int
@@ -107,7 +108,7 @@ class OfferedBlock:
 
 @dataclass(slots=True, eq=False)
 class OfferedTransfer:
-    """An offered transfer."""
+    """A transfer that the scheduler has offered, with its blocks and its subscribers."""
 
     transfer_id: str
     #: Id of the engine instance whose workers may subscribe.
@@ -116,7 +117,7 @@ class OfferedTransfer:
     deadline: float
     #: Time at which the first blocks were saved; 0: no blocks were saved yet.
     held_since: float = 0.0
-    #: Number of the consumer's workers that will subscribe; 0 before the first has subscribed.
+    #: Number of the consumer's workers that will subscribe; 0 before the first worker subscribes.
     num_subscribers: int = 0
     #: Key: `Subscribe.subscriber`.
     subscribers: dict[int, Subscriber] = field(default_factory=dict)
@@ -213,7 +214,7 @@ def explain_refusal(
     session: Session,
     message: side_channel.Subscribe | side_channel.Release,
 ) -> str:
-    """Return why a transfer refuses the request of a consumer's worker; empty if it accepts it.
+    """Return why a transfer refuses SUBSCRIBE or RELEASE; empty if it accepts the message.
 
     Each worker of the instance to which the transfer is offered is accepted once.
     """

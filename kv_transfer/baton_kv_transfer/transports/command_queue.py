@@ -87,6 +87,6 @@ class CommandQueue:
 
         Only the owner calls this. After the return, `signal` is not called any more.
         """
-        with self._lock:  # a call of `signal` by `close` has returned
+        with self._lock:  # waits until `signal`, called by `close`, has returned
             self.closed = True
         self.run()

@@ -19,7 +19,7 @@ _RUN = struct.Struct("<qq")
 RUN_BYTES = _RUN.size
 #: Up to this number of runs, Python integers are faster than numpy arrays.
 FEW_RUNS = 16
-#: Limit of a transfer. Sums of lengths up to this limit are exact in float64.
+#: Maximum size of a transfer. Sums of lengths up to this limit are exact in float64.
 MAX_TRANSFER_BYTES = 2**40
 
 
@@ -59,7 +59,7 @@ def lengths_of(iovec: bytes | bytearray) -> memoryview:
 def total_bytes(iovec: bytes | bytearray) -> int:
     """Return the sum of the lengths of all runs in bytes, exact up to 2^53.
 
-    The sum is meaningless if a length is negative. `count_outside` counts such runs.
+    The sum is meaningless if a length is negative. `count_outside` finds runs of negative length.
     """
     if _are_few(iovec):
         return sum(lengths_of(iovec))

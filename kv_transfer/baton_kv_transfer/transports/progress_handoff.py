@@ -13,7 +13,7 @@ itself, so that no other thread has to wake up first. The `Holder` of the work h
     NONE   -> USER      a user begins to wait
     USER   -> NONE      the user leaves, and no work is left
     USER   -> THREAD    the user leaves while work is left; the reclaim timer expires at once
-    NONE   -> THREAD    the reclaim timer expires, or an event or another timer follows its expiry
+    NONE   -> THREAD    an event or a timer has woken the thread, and the reclaim timer has expired
 """
 
 from __future__ import annotations

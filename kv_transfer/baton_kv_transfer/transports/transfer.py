@@ -58,7 +58,7 @@ class Post:
         self.state = XferState.PROC
 
     def end(self, error: str = "") -> None:
-        """Set the final state: ERR if there is an error, else DONE. Only the first call counts.
+        """Set the final state: ERR if there is an error, else DONE. A second call has no effect.
 
         Before the call, the transport must have stopped using the local memory for this post.
         """

@@ -29,7 +29,7 @@ def choose_transports(kind: str) -> dict[str, type[Transport]]:
     """Return the name and class of each transport that `kind` selects, in order of preference.
 
     Args:
-        kind: name of a transport, or `auto` for all transports that this machine may have.
+        kind: name of a transport, or `auto` for all transports that may work on this machine.
 
     Raises:
         ValueError: the kind is unknown.

@@ -1,7 +1,7 @@
 """The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
 Several copies take turns, one batch at a time. A *user* is another thread that waits for the agent
-in `waiting`. It may do the work instead of the transports' thread (see `progress_handoff`).
+in `waiting`. A user may do the work instead of the transports' thread (see `progress_handoff`).
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class TransportThread:
     """The thread that all transports of an agent share.
 
     Any thread may use `commands`, `waiting`, `on_event`, `start` and `close`. After `start`, only
-    handlers, commands, timers and copies, which run in the thread that does the work, may call the
-    other methods.
+    handlers, commands, timers and copies may call the other methods. All of them run in the thread
+    that does the work.
     """
 
     def __init__(self, name: str) -> None:
@@ -138,7 +138,7 @@ class TransportThread:
         if self._thread.ident is None:  # never started
             self._close()
         elif self.commands.close():
-            self._handoff.close()  # after the queue, so that the thread does not rest again
+            self._handoff.close()  # after closing the queue: the thread does not call `rest` again
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error(
@@ -210,7 +210,7 @@ class TransportThread:
                     self._has_event or self.commands.closed or time.monotonic() > until
                 ):
                     more = self._turn()
-        except Exception as error:  # the thread reports the error, which is not the user's fault
+        except Exception as error:  # the transports' thread reports the error, not the user
             self._failure = error
         return more
 
@@ -257,10 +257,10 @@ class TransportThread:
             if not has_expired and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
-                os.eventfd_write(self._event_fd, 1)  # the user does the work that is left
+                os.eventfd_write(self._event_fd, 1)  # wakes the user, which does the rest
 
     def _close(self) -> None:
-        # The last turn may have consumed the event that woke a user.
+        # Wake a user that still waits. The last turn may have read the event that was to wake it.
         os.eventfd_write(self._event_fd, 1)
         if not self._handoff.await_user(CLOSE_TIMEOUT_S):
             return  # a user still polls these descriptors, so their numbers must not be reused
@@ -296,7 +296,7 @@ class TransportThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _time_left_s(self, at_most_s: float) -> float:
-        first = self._later[:1]  # no index: another thread may run the only timer at the same time
+        first = self._later[:1]  # a slice, because another thread may remove the only timer now
         return min(at_most_s, max(0.0, first[0][0] - time.monotonic())) if first else at_most_s
 
     def _run_due(self) -> None:

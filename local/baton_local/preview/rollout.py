@@ -34,10 +34,13 @@ PATIENCE = timedelta(seconds=60)
 def preview(
     old: PreviewTarget | None, new: PreviewTarget, conditions: Conditions, max_steps: int
 ) -> Preview:
-    """Return all steps of an edit from `old` to `new`.
+    """Simulate the rollout after an edit from `old` to `new`, and return its steps.
 
     Args:
         old: the service before the edit, with all members ready; None if no member exists.
+        new: the service after the edit.
+        conditions: the behavior of the simulated cluster.
+        max_steps: largest number of steps to simulate.
     """
     wanted = new
     waiting: tuple[str, ...] = ()
@@ -105,7 +108,7 @@ class _Rollout:
             waits_for = self._waits_for()
             if events or actions:
                 if len(self.steps) == max_steps:
-                    return [f"the bound of {max_steps} steps is reached", *waits_for]
+                    return [f"the limit of {max_steps} steps (--steps) is reached", *waits_for]
                 self._record_step(events, actions)
                 last_change = self._now
                 continue  # each change starts a reconcile at once

@@ -19,7 +19,7 @@ from baton_protocol.topology import (
 
 NEVER = datetime.max.replace(tzinfo=UTC)  #: Time of an event that does not happen.
 PREPARE = timedelta(seconds=5)  #: Simulated duration of the preparation of a topology.
-COMMIT = timedelta(seconds=1)  #: Simulated duration of its commit.
+COMMIT = timedelta(seconds=1)  #: Simulated duration of the commit of a topology.
 
 
 class SimulatedCoordinator:

@@ -30,7 +30,7 @@ class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
     role: MemberRole
     revision: str
     state: State
-    #: Rank in the present generation of an expert-parallel group.
+    #: Rank in the present generation of an expert-parallel group. None: not a rank.
     rank: int | None = None
 
 
@@ -44,7 +44,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     events: list[str]
     actions: list[Action]
     members: list[MemberRow]
-    #: Topology generation of the expert-parallel group. 0: no topology. None: no such group.
+    #: Topology generation of the expert-parallel group. 0: the group has no topology. None: the
+    #: service has no expert-parallel group.
     generation: int | None
 
 
@@ -80,7 +81,7 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     objects: dict[str, list[str]] = {}
     #: Fields whose edits the operator does not apply while `spec.paused` is true.
     held_back: tuple[str, ...] = ()
-    #: Why the rollout did not complete; empty if it did.
+    #: Why the rollout did not complete; empty if the rollout completed.
     waits_for: list[str] = []
 
     def fewest_ready(self, group: GroupChange) -> int:

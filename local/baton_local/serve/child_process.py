@@ -18,8 +18,8 @@ _LINE_BYTES = 2**20  # longest line of a child's output that is printed
 class ChildProcess:
     """A child process. Its output is printed with the child's name before each line.
 
-    FATAL lines are not printed here, because engine and gateway both print one for a wrong model.
-    `baton serve` prints the line of the child that failed first.
+    FATAL lines are not printed here, because for a wrong model the engine and the gateway each
+    write a FATAL line. `baton serve` prints the FATAL line of the child that failed first.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ChildProcess:
         while True:
             try:
                 line = await self.process.stdout.readline()
-            except ValueError:  # a line over the limit; its rest follows
+            except ValueError:  # the line is longer than _LINE_BYTES
                 continue
             if not line:
                 return

@@ -365,7 +365,7 @@ def _free_port(host: str, port: int) -> int:
         [port] = free_ports(1, host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        # Ports of ended connections count as free.
+        # A port counts as free if only closed connections in TIME_WAIT still use it.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return probe.getsockname()[1]

@@ -1,7 +1,7 @@
 """Provide the model of `baton up`: the folder of --model, or the demo model.
 
-The folder of a `file://` model is looked up in the state folder's `host/` first. So a link there
-replaces the folder.
+The folder of a `file://` model is looked up first in the state folder's `host/`, then in `/`. A
+link in `host/` therefore replaces the folder.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class UpOptions:
 
         CONTROL_PLANE_TIMEOUT_S applies to two steps: the start of the control plane and the
         creation of the CRD. `timeout_s` applies to three steps: the wait for Ready, the wait for
-        the gateways' connections, and the answer. With --agent it applies to each request of the
-        agent as well.
+        the gateways' connections, and the answer. With --agent, `timeout_s` also applies to each
+        request of the agent.
         """
         num_steps = 3 + (MAX_TURNS if self.agent else 0)
         return 2 * CONTROL_PLANE_TIMEOUT_S + num_steps * self.timeout_s
@@ -147,7 +147,8 @@ class _Supervisor:
     async def run(self) -> int:
         """Run until SIGINT or SIGTERM, and return the exit status.
 
-        With --once, the run ends after the service has answered.
+        With --once, the run ends after the service has answered. The status is 1 if a signal ends a
+        run with --once before the answer, else 0.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -192,7 +193,8 @@ class _Supervisor:
         kubeconfig = write_account_kubeconfig(
             self.cluster.kubeconfig, self.cluster.kubeconfig.with_name("operator.kubeconfig"), token
         )
-        # Started after the requests above, which many starting processes would slow down.
+        # The operator starts after the requests above, because many starting processes would slow
+        # these requests down.
         command = [
             str(Path(sys.executable).parent / "baton-operator"),
             *("--kubeconfig", str(kubeconfig)),

@@ -11,7 +11,7 @@ from baton_local.cluster_api import ClusterApi
 from baton_local.service_status import ServiceStatus
 from baton_local.up.chat_client import ask_message
 
-#: Requests of one question. After the last one the agent gives up.
+#: Maximum number of requests that the agent sends for one question.
 MAX_TURNS = 4
 ROLES = ("prefill", "decode", "gateway")
 
@@ -24,7 +24,7 @@ class Tool:
         name: name of the function.
         description: what the function does.
         parameters: JSON schema of each argument. All arguments are required.
-        run: returns the result as text. It raises ValueError for arguments without a result.
+        run: returns the result as text, or raises ValueError if the arguments are invalid.
     """
 
     name: str
@@ -40,7 +40,10 @@ class Tool:
 def tool_entry(
     name: str, description: str, parameters: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a function as an entry of `tools` in a request. Its arguments are as in `Tool`."""
+    """Return a function as an entry of `tools` in a request.
+
+    The arguments are described in `Tool`.
+    """
     schema = {"type": "object", "properties": parameters, "required": list(parameters)}
     function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
@@ -73,7 +76,7 @@ async def run_agent(
     timeout_s: float,
     print_line: Callable[[str], None],
 ) -> str | None:
-    """Send a question and run the tools that the model calls, until it answers.
+    """Send a question and run the tools that the model calls, until the model answers.
 
     Each call, each result and the answer are passed to `print_line`.
 
@@ -81,7 +84,7 @@ async def run_agent(
         endpoint: URL of the endpoint, without `/v1`.
         model: name of the served model.
         question: text of the user.
-        tools: what the model can call.
+        tools: functions that the model can call.
         max_tokens: limit on the tokens of one reply.
         timeout_s: longest time of one request.
         print_line: prints one line.

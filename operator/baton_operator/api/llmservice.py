@@ -24,7 +24,7 @@ from baton_operator.api.spec_model import Model, ModelStatus
 #: Limit on the JSON of a spec. The time and memory of a reconcile grow with it, and each change is
 #: stored in a ControllerRevision.
 MAX_SPEC_BYTES = 2**15
-#: Limit on nested values, most of which are in `template` and `security.metricsFrom`.
+#: Limit on the nesting depth of a spec. Free-form fields such as `template` have no other limit.
 MAX_SPEC_DEPTH = 320
 
 
@@ -114,10 +114,10 @@ class PrefillStatus(GroupStatus, frozen=True):
 
 
 class RankStatus(ApiStruct, frozen=True):
-    """One rank of the current generation."""
+    """One rank of the current topology."""
 
     name: str  #: Name of the pod.
-    rank: Count  #: Number of the rank in this generation.
+    rank: Count  #: Number of the rank in the topology.
     phase: str  #: loading, standby, serving or broken.
 
 
@@ -148,7 +148,7 @@ class TopologyStatus(ApiStruct, frozen=True):
 
     coordinator: str  #: Address of the coordinator's Service.
     generation: Count  #: Number of the current topology. 0: none was formed yet.
-    ranks: list[RankStatus]  #: Members of that topology, and pods that will join.
+    ranks: list[RankStatus]  #: Members of the current topology.
     operation: OperationStatus | None = None
 
 
@@ -197,9 +197,9 @@ def decode_spec(spec: Any) -> Spec:
     """Convert `.spec` of an object from the API server to the struct, without checking the rules.
 
     Raises:
-        msgspec.ValidationError: the spec is too large. Or a field does not match the schema, for
-            example because the object was stored under another version of the CRD. The message
-            names the field.
+        msgspec.ValidationError: the spec is too large or nested too deeply. Or a field does not
+            match the schema, for example because the object was stored under another version of
+            the CRD. The message names the field.
     """
     try:
         num_bytes = len(msgspec.json.encode(spec))
@@ -228,7 +228,10 @@ def value_at(spec: Spec, path: str) -> Any:
 
 
 def is_deeper(value: Any, num_levels: int) -> bool:
-    """Return whether the objects and lists in `value` are nested `num_levels` levels deep."""
+    """Return whether `value` has more than `num_levels` levels of nested objects and lists.
+
+    `1` and `{}` have one level, `{"a": 1}` has two.
+    """
     level = [value]
     for _ in range(num_levels):
         level = [

@@ -187,7 +187,7 @@ class UpdateStrategy(ApiStruct, frozen=True):
 def surge_and_unavailable(strategy: RollingUpdate, replicas: int) -> tuple[int, int]:
     """Return (maxSurge, maxUnavailable) as numbers of pods.
 
-    If both would be 0, maxUnavailable is 1. Otherwise no pod could be replaced.
+    If both would be 0, maxUnavailable is 1, so that pods can be replaced.
     """
     surge = math.ceil(_pods(strategy.max_surge, replicas))
     unavailable = min(math.floor(_pods(strategy.max_unavailable, replicas)), replicas)

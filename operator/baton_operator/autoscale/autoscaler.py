@@ -313,7 +313,7 @@ def _stored_status(
     size = settings.bounds.nearest(status.size)
     if size == status.size:
         return status
-    message = f"{role} {status.size} -> {size}: {status.size} is outside of {settings.bounds}."
+    message = f"{role} {status.size} -> {size}: {status.size} is not within {settings.bounds}."
     return msgspec.structs.replace(status, size=size, reason="OutOfBounds", message=message)
 
 

@@ -11,7 +11,7 @@ from math import inf
 
 import msgspec
 
-#: Longest time between two decisions. After a longer time, earlier recommendations do not count.
+#: Longest time in seconds between two decisions. Recommendations before a longer gap are ignored.
 LONGEST_GAP_S = 120.0
 
 

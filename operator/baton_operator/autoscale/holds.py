@@ -1,11 +1,10 @@
-"""Find out what holds the size of a group, so that it must stay. Pure.
+"""Find a hold: a reason why the size of a group must not change now. Pure.
 
 The size stays while measurements are missing or stale, and while the pods differ from the desired
-ones. After such a difference, the size still stays until all measurements in the window are newer
-(as in Dynamo's planner).
+ones. After such a difference, the size stays until all measurements in the window are newer than
+the difference (as in Dynamo's planner).
 
-Without a hold, the stabilization windows, step limits and bounds in `policy` can also keep the
-size.
+The stabilization windows, step limits and bounds in `policy` can keep the size without a hold.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class RoleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold(NamedTuple):
-    """Why the size of a group must stay."""
+    """A reason why the autoscaler must not change the size of a group now."""
 
     reason: HoldReason
     why: str  # with the numbers, for the status

@@ -47,7 +47,7 @@ def _operation(resolved: ResolvedService, group: ReportedGroup) -> str:
     if operation is not None and operation.phase in ACTIVE_PHASES:
         return f"topology operation {operation.id} ({operation.kind})"
     if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
-        return "the wait for an answer of the coordinator"
+        return "the wait for a reply of the coordinator"
     return "a rollout" if group.outdated and not resolved.spec.paused else ""
 
 

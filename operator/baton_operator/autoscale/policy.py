@@ -73,7 +73,7 @@ class Bounds(msgspec.Struct, frozen=True):
 class Behavior(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a size may change, and for how long measurements count. Times are in seconds.
 
-    The rules at the top of this module use the fields.
+    The rules at the top of this module explain the fields.
     """
 
     #: Length of the measurement window.
@@ -175,7 +175,7 @@ def _choose(
     n = group.size
     inside = bounds.nearest(n)
     if inside != n:
-        return _Choice(inside, "OutOfBounds", f"{n} is outside of {bounds}")
+        return _Choice(inside, "OutOfBounds", f"{n} is not within {bounds}")
     if n == 0:
         return _choose_from_zero(now, group, window, history, behavior)
     idle = _idle_since(now, window, history, behavior)
@@ -213,8 +213,8 @@ def _choose_from_zero(
 ) -> _Choice:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
         return _Choice(0, METRICS_MISSING, "no gateway reports whether requests wait")
-    # The gateway holds requests only until a decode engine starts. Without prefill engines,
-    # requests are only slower.
+    # The gateway holds requests only while no decode engine serves. Without prefill engines, decode
+    # engines compute the prompts, so any request in progress starts a prefill engine.
     waiting = window.held if group.role == "decode" else window.in_flight
     if waiting > 0:
         return _Choice(1, "RequestsHeld", f"requests waiting at the gateways: {waiting:.0f}")

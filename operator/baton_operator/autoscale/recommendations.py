@@ -28,14 +28,14 @@ from baton_operator.autoscale.windows import RoleWindow
 MIN_SAMPLES = 20
 #: Fraction of the TTFT target. More engines do not help requests that wait for less than this.
 QUEUE_SHARE = 0.1
-#: Number of waiting requests per engine that counts as a queue. Fewer may have arrived during a
-#: step.
+#: Number of waiting requests per engine that counts as a queue. Fewer requests may have arrived
+#: during the current step, and start with the next step.
 WAITING_PER_ENGINE = 1.0
 #: A queue of at most this many requests per engine does not prevent a smaller size.
 WAITING_AT_REST = 0.1
 #: Largest recommended size. It exceeds every bound that the spec allows.
 LARGEST = 10_000
-#: Time in which the recommended engines drain a queue of prompts.
+#: Seconds in which the recommended engines drain a queue of prompts.
 DRAIN_S = 60.0
 
 SizeReason = Literal[
@@ -50,7 +50,7 @@ SizeReason = Literal[
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The targets of the prefill or decode group."""
+    """The targets for the latency and the load of the prefill or decode group."""
 
     #: Seconds to the first token, at the quantile of the window.
     ttft_s: float
@@ -77,17 +77,17 @@ def recommend_prefill(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` prefill engines.
 
-    The load needs as many engines as keep up with the arrivals and drain the queue in DRAIN_S. Each
-    engine then computes for the fraction `targets.busy` of the time. Arrivals are the computed
-    requests plus the growth of the queue.
+    Let N be the number of engines that keep up with the arrivals and drain the queue in DRAIN_S
+    seconds. Each of the N engines computes for the fraction `targets.busy` of the time. The rate of
+    arrivals is the rate of computed requests plus the growth of the queue.
 
-    - TTFT above target: ceil(n * TTFT / target), but at most the engines that the load needs. The
-      result is n if requests barely wait for an engine, because more engines shorten only the wait.
-      It is also n while a queue drains, because TTFT then stays high.
+    - TTFT above target: ceil(n * TTFT / target), but at most N. The result is n if requests barely
+      wait for an engine, because more engines shorten only the wait. It is also n while a queue
+      drains, because TTFT then stays high.
     - TTFT below target: the smallest m with TTFT - wait(n) + wait(m) <= (1 - tolerance) * target.
       wait(m) is the wait of a request with m engines, from the model in `queueing`.
     - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
-      a request will miss the TTFT target, the result is the number of engines that the load needs.
+      a request will miss the TTFT target, the result is N.
     - Busy: ceil(n * busy / target), but at most n. Busy engines without a queue need no more
       engines.
     """
@@ -158,7 +158,8 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
 def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
     """Return the expected TTFT in seconds of the next request to arrive.
 
-    The result is 0 below WAITING_PER_ENGINE. It is infinite if requests wait and none was computed.
+    The result is 0 if fewer than WAITING_PER_ENGINE requests wait per engine. It is infinite if
+    requests wait and none was computed in the window.
     """
     if role.waiting < WAITING_PER_ENGINE:
         return 0.0
@@ -166,10 +167,9 @@ def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
 
 
 def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
-    """Return how many prefill engines the load needs.
+    """Return N of `recommend_prefill`: how many prefill engines the load needs.
 
-    They keep up with the arrivals and drain the queue in DRAIN_S, while each engine computes for
-    `targets.busy` of the time. If no request was computed in the window, return 2 * n.
+    If no request was computed in the window, return 2 * n.
     """
     if role.requests_per_s == 0:
         return 2 * n
@@ -183,8 +183,8 @@ def recommend_decode(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` decode engines whose prompts come from prefill engines.
 
-    Let R be the number of running sequences, and g(m) = max(1, R / m) / max(1, R / n). If they run
-    on m engines instead of n, a step takes at most g(m) times as long.
+    Let R be the number of running sequences, and g(m) = max(1, R / m) / max(1, R / n). If these
+    sequences run on m engines instead of n, a step takes at most g(m) times as long.
 
     - ITL above target: ceil(n * ITL / target), if engines run more than one sequence or have a
       queue. Otherwise n, because more engines would not help.
@@ -246,7 +246,9 @@ def _decode_latency(
 
 
 def _growth(n: int, m: int, running: float) -> float:
-    """Return g(m) of `recommend_decode`: the longest step on `m` engines, relative to `n` engines.
+    """Return g(m) of `recommend_decode`: how much longer a step takes at most on `m` engines.
+
+    The result is a factor, relative to a step on `n` engines.
 
     Args:
         running: number of running sequences of all engines.
@@ -279,7 +281,7 @@ def _decode_queue(n: int, role: RoleWindow) -> Recommendation:
 def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
     """Return the load of one engine: the busy fraction for prefill, tokens per second for decode.
 
-    Slower requests do not increase this load. They would increase the number of running requests.
+    Unlike the number of running requests, this load does not rise when requests become slower.
     """
     return role.busy if prefill else role.tokens_per_s / n
 

@@ -12,9 +12,9 @@ from baton_operator.autoscale.policy import Behavior, Bounds
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.names import MemberRole
 
-SCRAPE_S = 15.0  # longest interval between two scrapes
-#: Interval between two scrapes while a role has no engines. The gateway may hold a request until
-#: the next scrape starts an engine.
+SCRAPE_S = 15.0  # longest interval between two scrapes, in seconds
+#: Seconds between two scrapes while a role has no engines. The gateway may hold a request until
+#: the next scrape shows it and an engine is started.
 WAKEFUL_SCRAPE_S = 2.0
 
 

@@ -19,7 +19,8 @@ from baton_operator.names import MEMBER_ROLES, MemberRole
 
 #: Endpoints whose requests count as demand.
 GENERATION_ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-#: HTTP codes of client errors. More engines would not change them.
+#: HTTP codes of client errors. These requests are not demand: more engines would not change the
+#: response.
 REFUSALS = ("400", "401", "403", "404", "405", "408", "413", "415", "422")
 
 TTFT = "baton:time_to_first_token_seconds"
@@ -51,7 +52,7 @@ _READ = re.compile(rf"^(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ].*\n?"
 #: its length.
 MAX_LINE_LENGTH = 1024
 MAX_PARSED_LENGTH = 2**17
-#: Limit on the buckets of a histogram, and of the histograms of all scrapes together.
+#: Limit on the number of different buckets in one histogram, and in the sum of all histograms.
 MAX_BUCKETS = 128
 
 
@@ -181,7 +182,7 @@ class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
     Times are in seconds. Gauges are averaged over scrapes and engines.
     """
 
-    #: Engines with at least two scrapes and a recent one.
+    #: Number of engines with at least two scrapes, the last of which is recent.
     engines: int
     #: Quantile of the time from arrival at the engine to the first token. None: no first token.
     ttft_s: float | None = None
@@ -199,8 +200,8 @@ class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 0.0
     #: Mean time from the first step to the first token, of requests that ended.
     prefill_s: float = 0.0
-    #: Mean fraction of time in which an engine computes, 0 to 1. Without that metric: the mean
-    #: number of prompts that are being computed, at most 1 (Little's law).
+    #: Mean fraction of time in which an engine computes, 0 to 1. If engines lack the metric BUSY:
+    #: the mean number of prompts that are being computed, at most 1 (Little's law).
     busy: float = 0.0
     #: Running sequences per engine.
     running: float = 0.0
@@ -213,7 +214,7 @@ class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one service in the window."""
+    """Measurements of all pods of one service over a time window."""
 
     #: Time of the first scrape.
     start: float
@@ -222,7 +223,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     #: The quantile of `ttft_s` and `itl_s`.
     quantile: float
     roles: dict[MemberRole, RoleWindow]
-    #: Gateways with a recent scrape.
+    #: Number of gateways with a recent scrape.
     gateways: int = 0
     #: Number of generation requests at the gateways in the last scrapes, including held requests.
     in_flight: float = 0.0
@@ -345,12 +346,14 @@ def window(
 
 
 class _Series(msgspec.Struct, frozen=True):
-    """The scrapes of one container in the order of time, and the growth of the counters."""
+    """The scrapes of one container in the order of time, and the growth of its counters."""
 
     scrapes: list[tuple[float, ScrapedSample]]
     #: Times of scrapes that showed a new answered request.
     answered: list[float]
+    #: Seconds of computation between the first and the last scrape. None: the metric is missing.
     busy_s: float | None
+    #: Observations between the first and the last scrape, by metric.
     histograms: dict[str, CumulativeHistogram]
 
     @property

@@ -8,7 +8,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 
 
 def build(resolved: ResolvedService) -> Object:
-    """Return the ServiceAccount, without a mounted token."""
+    """Return the ServiceAccount of engines and coordinator. Their pods mount no token."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",

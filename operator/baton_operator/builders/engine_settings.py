@@ -168,13 +168,13 @@ def name_fields(message: str) -> str:
 def _extra_options(
     resolved: ResolvedService, role: names.MemberRole
 ) -> Iterator[tuple[Option, Any, str]]:
-    """Yield the option, the value and the field of each flag in `extraArgs`.
+    """Yield (option, value, field of the spec) for each flag in `extraArgs`.
 
     Raises:
         ValueError: a flag is unknown or its value has the wrong type. The message names the field.
     """
     num_of_service = len(resolved.spec.engine.extra_args or ())
-    # A flag, and the values that follow it. Each flag is parsed alone, so that errors name it.
+    # (field of the spec, [flag, *values]). Each flag is parsed alone, so that errors name it.
     flags: list[tuple[str, list[str]]] = []
     for index, word in enumerate(resolved.engine(role).extra_args or ()):
         if not word.startswith("--") and index not in (0, num_of_service):

@@ -85,7 +85,8 @@ def fetcher(
         return None
     limit = model.cache.size_limit if model.cache else None
     path = source(model, role, namespace).path
-    # Kubernetes replaces `$(NAME)` in commands, and `$$` by `$`. The environment has credentials.
+    # `$$` is an escaped `$`. Kubernetes replaces `$(NAME)` in commands by an environment variable,
+    # which may be a credential.
     uri = model.uri.replace("$", "$$")
     command = ["baton-model", "fetch", "--uri", uri, "--to", path]
     command += (

@@ -109,7 +109,7 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scaled_to_zero_by_hand(self) -> bool:
-        """Whether no decode pod is desired, and no request starts one."""
+        """Whether the spec sets 0 decode pods without autoscaling, so no request starts one."""
         return self.spec.decode.autoscaling is None and self.replicas("decode") == 0
 
 

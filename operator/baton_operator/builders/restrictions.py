@@ -1,6 +1,6 @@
 """What an LLMService may request beyond the pods that the operator builds by itself.
 
-An operator for several tenants restricts the fields that the CRD leaves open. Without
+An operator for several tenants checks host paths, pod templates, annotations and labels. Without
 `Restrictions`, the right to create LLMServices equals the right to create pods.
 """
 
@@ -19,7 +19,7 @@ _FOLDER = re.compile(r"(/(?!\.{1,2}(/|$))[^/]+)+/?")
 
 
 class HostPath(NamedTuple):
-    """A folder of nodes that a field of the spec requests."""
+    """A folder on the nodes that a field of the spec requests to mount."""
 
     field: str  #: Path of the field in the spec.
     path: str
@@ -35,10 +35,12 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     #: `/DIR`: exactly this folder of nodes, to read and write. `/DIR/`: this folder and the folders
-    #: below it, to read only. A pod that can write below a folder could place a symbolic link
-    #: there, and mount its target. So nothing below a writable folder is allowed.
+    #: below it, to read only. A pod that can write to a folder could place a symbolic link there,
+    #: and another pod could mount the link's target. So no folder below a writable folder is
+    #: allowed.
     host_paths: tuple[str, ...] = ()
-    #: Allowed key prefixes: annotations of pods and the Ingress, and pod labels with a domain.
+    #: Allowed prefixes of keys, for annotations of pods and the Ingress, and for pod labels with a
+    #: domain.
     annotation_prefixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_host_paths(self, spec: Spec) -> None:
-        """Raise ValueError if a field of `spec` requests a folder of nodes that is not allowed."""
+        """Raise ValueError if `spec` requests to mount a folder of a node that is not allowed."""
         for field, path, is_writable in host_paths(spec):
             if not self.allows_host_path(path, is_writable=is_writable):
                 entry = path if is_writable else f"{path.rstrip('/')}/"
@@ -106,7 +108,7 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_paths(spec: Spec) -> Iterator[HostPath]:
-    """Yield each folder of nodes that a field of `spec` requests, except those in templates."""
+    """Yield each folder on the nodes that `spec` requests to mount, except those in templates."""
     scheme, _, path = spec.model.uri.partition("://")
     if scheme == "file":
         yield HostPath("model.uri", path, is_writable=False)

@@ -10,7 +10,8 @@ A reconcile reads consistently:
 
 - before it changes members or deletes an object;
 - if it is the first one of a service;
-- after a failure, a resync or a list of a watch, because events may be missing.
+- after a failure, after a resync, and after a watch has listed its collection, because events may
+  be missing.
 
 Kinds outside MOVING_KINDS are read only by a reconcile that reads consistently, and after an event
 has shown a write by another client.

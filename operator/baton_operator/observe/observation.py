@@ -42,7 +42,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The observed state of one service.
 
     Its members are the prefill and decode pods. Later steps of the reconcile add the objects that
-    they list or write to `objects` and `kinds`. A step that observes anything else returns a copy.
+    they list or write to `objects` and `kinds`. A step that changes any other field returns a copy.
     """
 
     key: names.Key
@@ -130,7 +130,8 @@ def filter_by_role(pods: list[Object], role: names.Role) -> list[Object]:
 async def read_together(*reads: Coroutine[Any, Any, Any]) -> list[Any]:
     """Return the results of all reads.
 
-    If one fails, the others end before its error is raised, because their results take memory.
+    If one read fails, the other reads are cancelled, and its error is raised after they have ended.
+    Reads that continue would take memory.
     """
     tasks = [asyncio.create_task(each) for each in reads]
     try:

@@ -29,7 +29,8 @@ class _PodClient:
     """Sends requests to components of one kind over one HTTP session."""
 
     component: str  #: Name of the components in log lines.
-    #: Whether requests go to the address of a pod. Another pod may have this address by now.
+    #: Whether the signature of a request covers the address. True for the address of a pod, which
+    #: another pod may have by now.
     is_bound_to_pod: bool
     port: int  #: Port on which the components listen, unless the constructor gets another one.
 

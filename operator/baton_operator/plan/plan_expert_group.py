@@ -1,7 +1,7 @@
 """Plan the next step of an expert-parallel group: pods, topology requests and deletions. Pure.
 
-A member joins the group after its container has started: the operator then requests a topology that
-contains the member from the coordinator.
+A member joins the group after its container has started: the operator then sends the coordinator a
+request for a topology that contains the member.
 
 A member leaves in three steps, each of which is observed before the next one begins:
 
@@ -49,14 +49,14 @@ from baton_operator.plan.plan_group import (
 from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
 
-#: Interval of reconciles while members leave or the topology changes. No watch event reports the
-#: progress of either.
+#: Seconds between reconciles while members leave or the topology changes. No watch event reports
+#: this progress.
 REVISIT_S = 1.0
-#: New members that have started wait for a new member that has not, until it reaches this age. All
-#: of them then join in one operation.
+#: New members that have started wait for a new member that has not started, until that member
+#: reaches this age. All of them then join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
-#: A running rank registers with its coordinator at once. A draining pod that has not registered
-#: after this time is not a member of the topology.
+#: A running rank registers with its coordinator at once. A pod that has not registered this long
+#: after the start of its drain is not a member of the topology.
 UNREGISTERED = timedelta(seconds=10)
 
 
@@ -65,7 +65,8 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     target: DesiredGroup
     service_uid: str
-    #: `expert_group` of the newest members. Empty: they are independent engines, and ranks leave.
+    #: Id of the expert group of the newest members. Empty: the newest members are independent
+    #: engines, and all ranks leave.
     name: str
     view: TopologyView | None  #: None: the coordinator did not reply.
 
@@ -164,7 +165,10 @@ def _plan_without_view(
 
 
 def _is_newest(m: Member, group: ExpertGroup) -> bool:
-    """Return whether the member has the newest revision and expert group, and is not leaving."""
+    """Return whether the member has the newest revision and expert group, and is not leaving.
+
+    In a pause, every revision counts as newest.
+    """
     stays = m.deletion is None and not m.failed and not m.draining
     return (
         stays
@@ -213,8 +217,8 @@ def _divide(
 def _by_membership(members: list[Member], view: TopologyView | None) -> list[Member]:
     """Return the members, sorted so that those to keep come first.
 
-    Members of the requested topology come first. Among equals, ranks come first, then started
-    members, then members with low ordinals.
+    Members of the requested topology come before other members. Within both, ranks come first,
+    then started members, then members with low ordinals.
     """
     requested, ranks = (view.desired, view.ranks) if view else (frozenset(), frozenset())
     return sorted(
@@ -237,7 +241,7 @@ def _ordinals_to_create(
 ) -> list[int]:
     """Return the ordinals of members to create.
 
-    If no member stays, one member is created even without a surge. The old ranks can leave only
+    If no member stays, one member is created even if no surge is allowed. Old ranks can leave only
     when another topology exists, and a topology has at least one member.
     """
     size, update = group.target.size, group.target.update
@@ -307,8 +311,8 @@ def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView
     leave it.
 
     Returns:
-        The only rank, or all ranks if no rank has a running container. Empty in all other cases,
-        while the topology changes, and while a member stays that can take the rank's place.
+        The only rank, or all ranks if no rank has a running container. Empty while the topology
+        changes, while a member stays that can take the rank's place, and in all other cases.
     """
     if view.is_changing:
         return []
@@ -337,7 +341,12 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
 def _deletion_reason_outside_topology(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
-    """Return why a member outside the topology may be deleted now; empty if it must stay."""
+    """Return why a member may be deleted now; empty if it must stay.
+
+    Args:
+        member: a member outside the topology, or one of `last`.
+        last: the ranks that drain although they are in the topology, from `_last_ranks`.
+    """
     if not member.started and member not in last:
         return "it had not started"
     if not member.draining:

@@ -201,7 +201,7 @@ def plan_group(
 def _divide(
     members: list[Member], target: DesiredGroup, now: datetime, *, has_previous_revision: bool
 ) -> _Group:
-    """Divide the members by what a rollout does with them, and start its timeouts."""
+    """Divide the members by what a rollout does with them, and compute its timeouts."""
     update = target.update
     present = present_members(members, now)
     usable = [m for m in present if m.deletion is None and not m.failed]
@@ -254,8 +254,8 @@ def progress_deadline_of(
 ) -> Timeout:
     """Return the state of the progress deadline.
 
-    After this deadline new pods that are not ready stall the rollout, for the planner, for the
-    condition Updating and for `baton plan`. Pods that fit on no node are ignored, because the
+    The rollout stalls if a new pod is not ready at this deadline. The planner, the condition
+    Updating and `baton plan` call this function. Pods that fit on no node are ignored, because the
     rollout waits for room, or for the surge timeout.
 
     Args:
@@ -319,8 +319,8 @@ def _outdated_to_replace(
     num_ready = sum(m.ready for m in [*current, *outdated])
     if not num_ready and not current:
         return outdated  # no member serves, so no capacity can be lost
-    # A new member that is not ready may never become ready, so it replaces no outdated member yet,
-    # even if that one is not ready either.
+    # A new member that is not ready may never become ready. So it does not replace any outdated
+    # member yet, not even an outdated member that is not ready.
     num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in current))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]

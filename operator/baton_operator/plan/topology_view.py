@@ -44,7 +44,7 @@ class TopologyView:
 
     @property
     def ranks(self) -> frozenset[str]:
-        """Names of the ranks in the current generation."""
+        """Names of the ranks in the current topology."""
         return frozenset(name for name in {*self._entries, *self._recorded} if self.is_rank(name))
 
     @property
@@ -55,7 +55,7 @@ class TopologyView:
     def is_changing(self) -> bool:
         """Whether an operation is being prepared or committed.
 
-        Until it ends, the coordinator's reply does not list the members of the new generation.
+        Until it ends, the coordinator's reply does not list the members of the new topology.
         """
         return self.operation is not None and self.operation.phase in (
             OperationPhase.PREPARING,
@@ -67,7 +67,7 @@ class TopologyView:
         return name in self._entries
 
     def is_rank(self, name: str) -> bool:
-        """Return whether the member is a rank in the current generation."""
+        """Return whether the member is a rank in the current topology."""
         if not self.is_registered(name):
             return name in self._recorded
         return any(entry.rank is not None for entry in self._entries[name])
@@ -162,7 +162,7 @@ def recorded_topology(
 ) -> llmservice.TopologyStatus | None:
     """Return the topology in the service's status.
 
-    None: the status has no valid topology, or one from another coordinator address.
+    None: the status has no valid topology, or its coordinator had another address.
     """
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
@@ -183,7 +183,7 @@ def filter_by_service_key(
 
     Args:
         pods: the service's pods.
-        key_name: name of the service's key, see `builders/service_key_secret.py`.
+        key_name: id of the service's key, from `service_key_secret.name_of`.
     """
     if recorded is None:
         return None

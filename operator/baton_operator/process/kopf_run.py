@@ -44,8 +44,8 @@ async def stop(memo: kopf.Memo) -> None:
 async def _start_runtime() -> AsyncIterator[Runtime]:
     """Start a runtime that runs until the context is left, for the cluster of the environment.
 
-    This is the cluster of the pod or, outside a cluster, that of the current kubeconfig. The
-    templates of LLMServices are restricted, without exceptions.
+    In a pod, this is the pod's cluster. Outside of a pod, it is the cluster of the current
+    kubeconfig. The templates of LLMServices are restricted, without exceptions.
 
     Raises:
         ConfigException: no cluster is configured.

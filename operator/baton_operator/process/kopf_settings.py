@@ -19,8 +19,9 @@ WATCH_S = 240
 INACTIVITY_S = 70.0
 STOP_S = 30.0
 LAST_BACKOFF_S = 10.0
-#: API servers refuse this name, so no object has this finalizer. kopf would otherwise try to remove
-#: it again and again, because the operator has no right to change LLMServices.
+#: API servers refuse this name, so no object has this finalizer. kopf would try
+#: to remove it from an object again and again, because the operator has no right to change
+#: LLMServices.
 FINALIZER = "never set"
 OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
 

@@ -65,7 +65,7 @@ class Election:
         self.identity = identity
         self.lease_s = lease_s
         self.now = clock
-        #: The Lease as last read or written. None: it does not exist.
+        #: The Lease as last read or written. None: it does not exist, or was not read yet.
         self.seen: Record | None = None
         self._seen_at = float("-inf")
         self._held_until = float("-inf")
@@ -77,7 +77,7 @@ class Election:
 
     @property
     def write_timeout_s(self) -> float:
-        """Timeout for a write, in seconds. The write ends before another process holds the Lease.
+        """Timeout for a write, in seconds. It passes before another process can take the Lease.
 
         0: this process may not write.
         """

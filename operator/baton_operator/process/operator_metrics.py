@@ -75,14 +75,15 @@ class Metrics:
 #: Maximum number of connections to /health and /metrics, which any pod may open. A further
 #: connection closes the oldest one.
 MAX_CONNECTIONS = 128
-#: Connections that are accepted in one turn of the event loop. A request takes about three turns,
-#: in which a burst must not open MAX_CONNECTIONS further connections.
+#: Connections that are accepted in one turn of the event loop. A request takes about three turns.
+#: A burst opens fewer than MAX_CONNECTIONS connections in these turns, so it does not close the
+#: connection of the request.
 ACCEPTED_PER_TURN = MAX_CONNECTIONS // 8
 #: Connections that the kernel keeps until they are accepted.
 BACKLOG = 512
-#: Time for which the text of /metrics is kept.
+#: Seconds for which the text of /metrics is reused.
 MAX_AGE_S = 0.1
-#: Limits of a connection: seconds, headers and bytes. Bodies are neither read nor decompressed.
+#: Limits of a connection, in seconds, headers and bytes. Bodies are neither read nor decompressed.
 LIMITS: dict[str, Any] = {
     "lingering_time": 0.0,
     "max_headers": 16,
@@ -96,8 +97,8 @@ LIMITS: dict[str, Any] = {
 class _Connection(web.RequestHandler):
     """A connection for one request.
 
-    Nothing is read after the head of the request. A client could otherwise send many requests, read
-    no response, and fill the memory.
+    Nothing is read after the head of the request. So a client that sends many requests and reads
+    no response cannot fill the memory.
     """
 
     __slots__ = ("_opened",)
@@ -126,7 +127,7 @@ class _Connection(web.RequestHandler):
 
 
 def _last(response: web.Response) -> web.Response:
-    """Close the connection after the response."""
+    """Return `response`, marked so that the server closes the connection after it."""
     response.force_close()
     return response
 

@@ -22,15 +22,15 @@ from baton_operator.process.runtime import Runtime, open_runtime
 #: Recursion limit of Python, which also applies to JSON parsers. API servers accept objects of
 #: 10,000 nested levels.
 MAX_RECURSION = 12_000
-#: Stack size of each thread. A parser needs it at this recursion limit.
+#: Stack size of each thread, in bytes. A recursive parser needs it to reach MAX_RECURSION.
 STACK_BYTES = 2**26
 
 
 def allow_deep_objects() -> None:
     """Let this process read objects of any depth that API servers accept.
 
-    Otherwise one deeply nested LLMService would make each watch and list fail. Threads that already
-    run keep the size of their stacks.
+    Without this call, one deeply nested LLMService would make each watch and list fail. Threads
+    that already run keep the size of their stacks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if soft != resource.RLIM_INFINITY:

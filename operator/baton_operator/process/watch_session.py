@@ -12,15 +12,16 @@ from baton_operator.process.runtime import Runtime
 
 
 class WatchSession:
-    """Opens HTTP sessions for kopf's watches, and records the responses.
+    """Opens HTTP sessions for kopf's requests, and records the responses.
 
-    The first page of a list queues a reconcile of every service, because events before the list may
-    have been missed.
+    When kopf lists a collection, a reconcile of every service is queued, because kopf may have
+    missed events before the list.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        #: Monotonic time of the last successful response. Before the first one: of the creation.
+        #: Monotonic time of the last successful response. Before the first response: time at which
+        #: this object was created.
         self.answered_at = time.monotonic()
 
     def open(self) -> aiohttp.ClientSession:
@@ -36,8 +37,8 @@ class WatchSession:
         if request.url.query.get("watch") == "true":
             verb = "watch"
         if verb == "watch":
-            # The handlers need only the metadata. In an empty list of metadata, `items` is null,
-            # which ends kopf.
+            # The handlers need only the metadata. Lists are requested with all fields: in an empty
+            # list of metadata, `items` is null, which ends kopf.
             request.headers["Accept"] = METADATA
         try:
             response = await handler(request)

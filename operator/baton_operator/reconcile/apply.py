@@ -37,7 +37,7 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
 
     Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If an
     object is refused, the others are still written, except Deployments and RoleBindings that refer
-    to a refused account or role. They would get the rights of an object of another owner.
+    to a refused account or role. Pods must not get the rights of another owner's account or role.
 
     Raises:
         StaleReadError: an object must be deleted, but it may have been read from a cache.
@@ -56,7 +56,7 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
             )
         except (NameConflict, KubeError) as error:
             refused.append(RefusedObject(obj["kind"], problem_of(error)))
-            if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):  # they share their name
+            if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):  # all share a name
                 refused_accounts.add(obj["metadata"]["name"])
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):

@@ -27,8 +27,8 @@ from baton_operator.reconcile_errors import drop_tracebacks
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
-#: Limits on the JSON that a reconcile reads: of most services, and of a large service. Decoded, it
-#: takes about 20 times as much memory, and an LLMService up to 48 times.
+#: Limits in bytes on the JSON that one reconcile reads: for most services, and for a large service.
+#: Decoded JSON takes about 20 times as much memory, and a decoded LLMService up to 48 times.
 MAX_READ_BYTES, MAX_LARGE_READ_BYTES = 2**20, 10 * 2**20
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # shortest and longest delay before a retry
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
@@ -54,7 +54,7 @@ class _Service:
     """The queue entry of one known service."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Whether its last reconcile read more than MAX_READ_BYTES, or would have.
+    #: Whether its last reconcile read more than MAX_READ_BYTES, or failed at that limit.
     is_large: bool = False
     #: Required freshness of the next reconcile.
     freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))
@@ -201,10 +201,10 @@ class Controller:
             return delay_s
         finally:
             service.began = None
-        if self._queue_if_large(service, budget):  # a step ignored the refusal of its read
+        if self._queue_if_large(service, budget):  # a step ignored the error of its read
             return None
         service.failures = 0
-        if freshness.is_consistent:  # other reconciles read less
+        if freshness.is_consistent:  # other reconciles skip some reads
             service.is_large = budget.num_read > MAX_READ_BYTES
         if outcome.is_gone and not service.due.is_set():
             del self._services[key]

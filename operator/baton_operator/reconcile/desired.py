@@ -35,7 +35,8 @@ from baton_operator.builders.restrictions import Restrictions
 from baton_operator.observe.observation import Observation, gateway_schemes
 from baton_operator.reconcile_errors import InvalidSpec
 
-#: Stands for the address of a coordinator that has none yet. It has no effect on checks.
+#: Placeholder for the address of a coordinator's Service that has none yet. The checks do not
+#: depend on the address.
 _ANY_ADDRESS = "192.0.2.1"
 
 

@@ -20,11 +20,12 @@ from baton_operator.reconcile_errors import (
 )
 from baton_operator.status.status_probes import is_progress_expected
 
-#: Interval while another owner's object or a missing API blocks the service (`is_conflict`).
+#: Seconds between reconciles while another owner's object or a missing API blocks the service
+#: (`Problem.is_conflict`).
 CONFLICT_REVISIT_S = 5.0
-#: Interval while a service is not Ready, because its deadlines pass without an event.
+#: Seconds between reconciles while a service is not Ready. Its deadlines pass without an event.
 UNSETTLED_REVISIT_S = 20.0
-#: Interval while pods report loading progress, which no watch event carries.
+#: Seconds between reconciles while pods report loading progress. No watch event carries it.
 LOADING_REVISIT_S = 3.0
 
 
@@ -42,8 +43,8 @@ class ReconcileState:
     desired: Desired | None = None
     #: Hash of all desired objects except member pods.
     objects_hash: str = ""
-    #: Whether all these objects are as desired. An HTTPRoute is ignored if the cluster has no
-    #: Gateway API.
+    #: Whether all objects except member pods are as desired. An HTTPRoute is ignored if the cluster
+    #: has no Gateway API.
     objects_match: bool = False
     #: Problems in the order of their occurrence. The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)

@@ -136,14 +136,15 @@ class Reconciler:
             StaleReadError: a step needs consistent reads.
             Exception: a step failed, and the steps after it were not taken.
         """
-        # 2. Drain marked members, and count their requests. This is after step 1 has read the
-        # topology: a member that is STANDBY there gets no more requests, so its count only falls.
+        # 2. Drain marked members, and count their requests. The count must be newer than the
+        # topology, which step 1 has read: a member that is STANDBY in this topology gets no new
+        # requests, so its count can only fall.
         state.observed = await drain_members(self._drainer, state.observed)
         # 3. Find members that are paused or asleep. They do not stall a rollout.
         state.observed = await self._probes.find_suspended(state.observed, state.now)
         # 4. Create the service's key if there is none, and compute what should exist. Record the
-        # spec, unless the service is paused or its spec cannot be used. The recorded spec then
-        # applies.
+        # spec, unless the service is paused or its spec cannot be used. In these two cases, the
+        # spec that was recorded last is used.
         state.desired = desired = await self._build_desired(state)
         if not desired.resolved.spec.paused and not state.problems:
             state.spec_revision = await record_spec(
@@ -187,8 +188,8 @@ class Reconciler:
         """Build the desired state from the spec that was rolled out last.
 
         Raises:
-            Problem: the first problem. No such spec can be used, or the spec of the service did not
-                cause the problem.
+            Problem: the first problem of this reconcile. It is raised if no such spec can be used,
+                or if the spec of the service did not cause the problem.
         """
         problem = state.problems[0]
         recorded = (
@@ -216,7 +217,7 @@ class Reconciler:
         """
         resolved = resolve(state.observed, spec, self._restrictions)
         resolved = self._autoscaler.apply_sizes(resolved, state.observed.service)
-        state.resolved = resolved  # before a further step fails, because the status needs it
+        state.resolved = resolved  # set first: the status needs it if a later step fails
         key = await ensure_service_key(self._kube, resolved, state.observed.key_secret)
         state.observed = msgspec.structs.replace(state.observed, service_key=key)
         resolved = msgspec.structs.replace(resolved, key_name=service_key_secret.name_of(key))

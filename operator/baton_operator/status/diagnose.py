@@ -64,7 +64,8 @@ def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) ->
 def diagnose_fatal(pod: Object) -> Diagnosis | None:
     """Return the FATAL line of a failed container as a diagnosis; None if there is no such line.
 
-    In the message, the field of the spec follows each engine option. The pod must not be ready.
+    In the message, the field of the spec follows each engine option. Call this function only for a
+    pod that is not ready.
     """
     for _, terminated in _failures(pod):
         if lines := FATAL.findall(terminated.get("message") or ""):

@@ -18,7 +18,7 @@ METRICS_STALE: Final = "MetricsStale"
 
 
 class Progress(StrEnum):
-    """Something is under way, and nothing has failed. No Event reports it."""
+    """Reasons while something is under way and nothing has failed. They cause no Event."""
 
     STARTING = "Starting"
     PROGRESSING = "Progressing"
@@ -43,7 +43,7 @@ class Progress(StrEnum):
 
 
 class Settled(StrEnum):
-    """Nothing is under way, and nothing has failed. No Event reports it."""
+    """Reasons while nothing is under way and nothing has failed. They cause no Event."""
 
     ALL_GROUPS_READY = "AllGroupsReady"
     AT_REST = "AtRest"
@@ -57,7 +57,7 @@ class Settled(StrEnum):
 
 
 class Failure(StrEnum):
-    """Something has failed."""
+    """Reasons of a failure."""
 
     CONTAINER_ERROR = "ContainerError"
     CONTAINER_TERMINATED = "ContainerTerminated"

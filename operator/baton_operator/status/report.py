@@ -114,8 +114,9 @@ def _ready_verdict(
 ) -> Verdict:
     """Return the verdict on the condition Ready.
 
-    Ready is True if all conditions in `ready` are True and there is no problem. Otherwise Ready
-    reports the problem, or else a failed condition, or else a condition that shows progress.
+    Ready is True if all conditions in `ready` are True and there is no problem. If not, Ready
+    reports the first of these that exists: the problem, a failed condition, a stalled rollout, a
+    condition that shows progress, an Unknown condition.
     """
     if problem:
         return Verdict("False", problem.reason, str(problem))
@@ -142,8 +143,9 @@ def _available_verdict(
     """Return the verdict on the condition Available: whether the service answers requests.
 
     Available is True if a gateway pod and a decode pod of any revision are ready. Prefill pods do
-    not count, because decode pods compute the prompts without them. Otherwise Available repeats
-    the condition of the group without a ready pod, which may be scaled to zero.
+    not count, because decode pods compute the prompts without them. If one of the two groups has
+    no ready pod, Available repeats the condition of that group. The condition is True if
+    autoscaling has scaled the group to zero.
     """
     for role in ("gateway", "decode"):
         if role not in groups or not groups[role].ready:
@@ -157,8 +159,8 @@ def _available_verdict(
 def _kv_transfer_verdict(resolved: ResolvedService) -> Verdict | None:
     """Return the verdict on KVTransferProtected if it is False; None if transfers are protected.
 
-    NetworkPolicies count as protection, because the API does not show whether the cluster enforces
-    them.
+    NetworkPolicies count as protection even if the cluster does not enforce them, because the API
+    does not show this.
     """
     transport = resolved.spec.kv_transfer.transport
     if (

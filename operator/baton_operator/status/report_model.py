@@ -62,8 +62,8 @@ class _ModelState(NamedTuple):
     """
 
     model: Model
-    #: Why the API server refused a pod, or else the first problem of this reconcile. Empty: no pod
-    #: was refused, and there is no problem.
+    #: Why the API server refused a pod. If no pod was refused: the first problem of this reconcile.
+    #: Empty: no pod was refused, and there is no problem.
     refusal: str
     had_model: bool  # whether pods had this model, according to the previous status
     has_pods: bool  # whether pods of any revision exist
@@ -118,7 +118,7 @@ def _fatal(state: _ModelState) -> Verdict | None:
 
 
 def _claim_missing(state: _ModelState) -> Verdict | None:
-    # The volume is the same in all namespaces.
+    # The name of the claim does not depend on the role or the namespace.
     volume = source(state.model, "decode", "").volume
     claim = volume.get("persistentVolumeClaim", {}).get("claimName")
     for pod in state.pods:

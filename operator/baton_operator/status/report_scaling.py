@@ -1,4 +1,4 @@
-"""Compute the condition Scaling, of the autoscaler and of an expert-parallel topology. Pure."""
+"""Compute the condition Scaling, from autoscaler status and expert-parallel topology. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_MEASUREMENTS = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no mea
 def scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
     """Return the verdict on the condition Scaling.
 
-    While an expert-parallel group is not at rest, and if no group has `autoscaling`, the condition
-    describes the topology. Otherwise the condition describes the groups with `autoscaling`.
+    The condition describes an expert-parallel topology that is not at rest. If there is none, it
+    describes the groups with `autoscaling`. If there are none, it describes the topology at rest.
 
     Args:
         members: the prefill and decode groups.

@@ -72,7 +72,7 @@ class StatusProbes:
     async def find_suspended(self, observed: Observation, now: datetime) -> Observation:
         """Return `observed` with the members that are paused or asleep, for planner and status.
 
-        The progress deadline of a member starts when it was last paused or asleep.
+        The progress deadline of a member starts no earlier than its last pause or sleep.
         """
         replies = await self.readiness(observed.pods)
         suspended = {name: reply for name, reply in replies.items() if reply.reason in SUSPENSIONS}

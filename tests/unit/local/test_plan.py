@@ -88,7 +88,7 @@ def test_a_rollout_that_stops_is_reported_with_the_reason(plan, edited) -> None:
     )
     code, out, _ = plan(DEMO, new, "--steps", 2)
     assert code == 2
-    assert "Waits for:\n  the bound of 2 steps is reached\n" in out
+    assert "Waits for:\n  the limit of 2 steps (--steps) is reached\n" in out
 
 
 def test_a_full_cluster_is_simulated(plan, edited) -> None:

@@ -4,7 +4,7 @@
     Hello(nonce)                             ->
                                              <-  Challenge(nonce, HMAC(secret, "store" + nonces))
     Proof(HMAC(secret, "client" + nonces))   ->
-                                             <-  Answer
+                                             <-  StoreReply
 
 The secret itself is not sent. A side that receives a wrong proof closes the connection. Later
 messages are neither encrypted nor signed. The handshake refuses clients without the secret, but

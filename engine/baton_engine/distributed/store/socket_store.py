@@ -58,9 +58,10 @@ def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") 
 class SocketStore(Store):
     """A client of a `StoreServer`. Thread-safe: a call that waits does not block other calls.
 
-    Methods raise DistStoreError after the timeout. If the store is gone, they raise
-    DistNetworkError without waiting. torch's C++ code calls some methods by their C++ names. A
-    PrefixStore does not keep its SocketStore alive, so the caller must keep a reference.
+    Methods raise DistStoreError after the timeout, or if the store refuses the request. If the
+    store is gone, they raise DistNetworkError without waiting. torch's C++ code calls some methods
+    by their C++ names. A PrefixStore does not keep its SocketStore alive, so the caller must keep a
+    reference to the SocketStore.
     """
 
     #: Set by torch in `set_timeout`.
@@ -140,7 +141,7 @@ class SocketStore(Store):
         """Provide a connection for one call.
 
         After an error the connection is closed, so that the next call does not receive a late
-        answer.
+        answer to this call.
         """
         with self._lock:
             connection = self._idle.pop() if self._idle else None

@@ -49,7 +49,8 @@ MAX_CLIENTS = 4096
 #: Limit of unauthenticated clients. If half of the limit of connections is lower, that half is the
 #: limit. Above the limit, the oldest unauthenticated client is dropped.
 MAX_UNAUTHENTICATED = 1024
-#: A client that has not authenticated within this time is dropped. Enough on a busy machine.
+#: A client that has not authenticated within this time is dropped. The time is long enough for a
+#: client on a busy machine.
 HANDSHAKE_TIMEOUT_S = 15.0
 #: Limit of the buffers of all clients. Above the limit, the client with the largest buffers is
 #: dropped.
@@ -175,7 +176,7 @@ class StoreServer:
                 ACCEPT_PAUSE_S,
                 error,
             )
-            self._selector.unregister(self._listener)  # it would stay ready
+            self._selector.unregister(self._listener)  # `select` would return it at once
             self._accept_again_at = time.monotonic() + ACCEPT_PAUSE_S
             return
         address = f"{host}:{port}"

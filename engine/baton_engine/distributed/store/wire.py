@@ -1,8 +1,8 @@
 """Messages and sockets between a store and its clients.
 
-A message is its length (4 bytes, big-endian), followed by its content in msgpack. A connection
-carries one request at a time. Connections use numeric addresses, so that no connection waits for
-DNS.
+A message is the length of its content (4 bytes, big-endian), followed by the content in msgpack. A
+connection carries one request at a time. Connections use numeric addresses, so that no connection
+waits for DNS.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Append(msgspec.Struct, tag=True):
 class CompareSet(msgspec.Struct, tag=True):
     """Set the value of a key to `desired` if the value equals `expected`.
 
-    The answer has the value after the request. A missing key is set if `expected` is empty.
-    Otherwise a missing key stays missing, and the answer has `expected`.
+    The answer's `values` contain one value: the key's value after the request. A missing key is set
+    if `expected` is empty. Otherwise the key stays missing, and the answer's value is `expected`.
     """
 
     key: str

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_protocol.topology import Generation, TopologyMember
 
-#: This many failed recoveries in a row exclude only new members. A later failure can also exclude
-#: the surviving members that caused it.
+#: After up to this many failed recoveries in a row, only new members are excluded. After a later
+#: failure, the surviving members that caused this failure can also be excluded.
 FEW_FAILURES = 2
 
 
@@ -72,7 +72,7 @@ class Retries:
     def begin_at_once(self, kind: str) -> None:
         """Remove the delay of this kind of operation.
 
-        Call this method when the next attempt has other members.
+        Call this method when the next attempt has other members than the failed attempt.
         """
         self._retry_at.pop(kind, None)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """Deadlines in seconds, and thresholds."""
+    """Deadlines in seconds, and thresholds, by which the controller changes a group."""
 
     #: Time from the first status to the first decision, in which all ranks can report.
     settle_s: float = 1.0
@@ -15,9 +15,10 @@ class ControllerConfig:
     dead_after_s: float = 1.5
     #: Time without a status after which a rank that other ranks cannot reach is dead.
     suspect_dead_after_s: float = 0.4
-    #: Time after which a rank is stalled although it sends statuses. A stalled rank does not vote
-    #: while other ranks wait, or does not react to a generation that replaces a broken one. The
-    #: time must exceed the time between two steps, and the duration of one layer.
+    #: Time after which a rank counts as stalled although it sends statuses. A stalled rank does not
+    #: vote while other ranks wait for its vote, or does not react to the generation that replaces a
+    #: broken generation. The time must exceed the time between two steps, and the duration of one
+    #: layer.
     stall_after_s: float = 5.0
     #: Time limit of a step. The coordinator interrupts a longer step to find a stalled rank. The
     #: limit should exceed the longest step. The group runs an interrupted step again, and the limit
@@ -33,7 +34,8 @@ class ControllerConfig:
     commit_timeout_s: float = 20.0
     #: Delay after the first failure. The delay doubles with each further failure in a row.
     retry_s: float = 1.0
-    #: Maximum delay. A rank that could not be prepared is excluded for this time.
+    #: Maximum delay of a retry. A rank that could not be prepared is excluded from new generations
+    #: for this time.
     retry_max_s: float = 60.0
     #: Imbalance above which experts move: the tokens of the busiest rank divided by the mean of
     #: all ranks. 0: experts move only on request.

@@ -42,14 +42,16 @@ TICK_MS = 50
 #: Time without a turn of the loop after which GET /health answers 503.
 UNRESPONSIVE_AFTER_S = 5.0
 #: Maximum number of queued directives for a rank that does not read. Later directives are dropped.
-#: Each status is answered with a new directive.
+#: The next status of the rank is answered with a new directive.
 HIGH_WATER_MARK = 64
-#: Time in which ranks that are deleted with the coordinator report that they are leaving.
+#: After SIGTERM: time in which ranks that are deleted together with the coordinator can report that
+#: they are leaving.
 LINGER_S = 2.0
 #: Maximum size of a status. Larger messages close the connection. A decoded status takes up to 30
 #: times the memory of its message.
 MAX_MESSAGE_BYTES = 8 * 2**20
-#: Messages to read before the ranks are answered, so that one sender cannot block other senders.
+#: Maximum number of messages to read before the ranks are answered, so that one sender cannot block
+#: other senders.
 MAX_MESSAGES_PER_TURN = 1024
 #: Limit of registered processes.
 MAX_RANKS = 2**12
@@ -150,10 +152,10 @@ class Coordinator:
     # The loop
 
     def run(self) -> int:
-        """Run until `stop` is called, and return the exit code.
+        """Run until `stop` is called and the loop has ended. Return the exit code 0.
 
-        After `stop`, the loop ends as soon as no rank serves. After LINGER_S, it also ends if a
-        serving rank is not leaving.
+        After `stop`, the loop ends as soon as no rank serves. When LINGER_S has passed, the loop
+        continues only while all serving ranks are leaving.
         """
         self._server.start()
         poller = zmq.Poller()
@@ -231,7 +233,7 @@ class Coordinator:
                 self._send(instance_id, directive)
 
     def _receive(self) -> Status | bool | None:
-        """Return the next status, False for an invalid message, or None without a message."""
+        """Return the next status, False for an invalid message, or None if no message waits."""
         try:
             route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the coordinator, and return the exit code: 78 if the configuration cannot work."""
+    """Run the coordinator until SIGTERM or SIGINT, and return the exit code.
+
+    The exit code is 1 if a port cannot be bound, and 78 if the service key cannot be read.
+    """
     args = _parser().parse_args(argv)
     host, port, http_port = pod_ip(), args.port, args.http_port
     logging.basicConfig(
@@ -39,11 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         coordinator = Coordinator(host, port, http_port, config, key)
     except (OSError, zmq.ZMQError) as error:
-        logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
+        logger.error(
+            "the coordinator cannot bind ports %d and %d of %s: %s", port, http_port, host, error
+        )
         return 1
     coordinator.install_signal_handlers()
     logger.info(
-        "coordinator: port %d, http port %d on %s",
+        "the coordinator listens on port %d, http port %d of %s",
         coordinator.port,
         coordinator.http_port,
         host,

@@ -117,7 +117,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
     def _may_change(self, method: str, body: bytes) -> bool:
         """Return whether a request may change the topology. If not, send the refusal.
 
-        A request needs the service key and a known path.
+        A request needs a known path, and the service key if the service has one.
         """
         request = AdminRequest(method, self.path, body=body)
         if not self.server.admin.admits(self.headers.get("Authorization"), request):

@@ -95,7 +95,7 @@ class Operation:
 
 
 def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
-    """Return an operation that continues another controller's commit of `target`."""
+    """Return an operation that continues a commit of `target` by an earlier coordinator process."""
     kind = "recover" if target.urgent else "form" if previous is None else "scale"
     operation = Operation(
         kind, target.operation_id, frozenset(each.name for each in target.members), now
@@ -132,9 +132,9 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank refuses the target, because its own generation is not older.
+    """Return whether a rank ignores the target, because its own generation is not older.
 
-    The rank's generation is not the target, and its number is at least the target's number.
+    The rank serves in another generation, whose number is at least the target's number.
     """
     return any(
         generation.number >= target.number and generation.nonce != target.nonce
@@ -198,7 +198,7 @@ def not_retired(roster: Roster, operation: Operation, target: Generation) -> lis
 
 
 def commit_obstacle(roster: Roster, operation: Operation, target: Generation) -> str:
-    """Return why the commit cannot be completed, or an empty string if no obstacle is known."""
+    """Return why the target's commit cannot be completed. Empty: no obstacle is known."""
     if overtaken(roster, target):
         return "a rank has committed another generation"
     for member in target.members:
@@ -212,7 +212,7 @@ def commit_obstacle(roster: Roster, operation: Operation, target: Generation) ->
             return f"{member.name} is no longer prepared for generation {target.number}"
     if target.urgent or not not_committed(roster, target):
         return ""
-    # All ranks of the previous generation have to vote.
+    # A commit that is not urgent needs the votes of all ranks of the previous generation.
     for rank in roster.ranks.values():
         generation = serves_in(rank.status)
         if generation is None or key_of(generation) != operation.previous:
@@ -236,7 +236,7 @@ def latest_commit(roster: Roster, present: Generation | None) -> Generation | No
 
 
 def is_partly_committed(roster: Roster, generation: Generation) -> bool:
-    """Return whether some members have not committed a generation that they all have prepared."""
+    """Return whether all members have prepared or committed a generation, but not all committed."""
     statuses = [roster.living.get(member.instance_id) for member in generation.members]
     if not all(
         status is not None and (is_in(status, generation) or status.prepared == generation.nonce)

@@ -170,7 +170,7 @@ class Roster:
 
 
 def _position(status: Status) -> tuple[object, ...]:
-    """Return the fields that change while a rank's loop makes progress."""
+    """Return the fields of a status that change while the rank's engine loop makes progress."""
     nonce = "" if status.generation is None else status.generation.nonce
     return (
         status.phase,

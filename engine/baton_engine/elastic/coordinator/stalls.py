@@ -61,7 +61,10 @@ class Stalls:
             self.reason = f"a step has run for more than {step_limit_s:g} s"
 
     def on_target(self) -> None:
-        """Double the time limit of a step if the new generation probes the ranks for a stall."""
+        """Double the time limit of a step if the new generation is a probe of all ranks.
+
+        A probe interrupts the ranks, so that the stalled rank is found.
+        """
         if self.reason:
             self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
 
@@ -70,8 +73,8 @@ class Stalls:
 
         Args:
             target: the generation in preparation. It is urgent if the present generation is broken.
-            since: start of the preparation.
-            now: the time.
+            since: start of the preparation, in seconds.
+            now: the time, in seconds.
 
         Returns:
             The names of the stalled members, separated by commas. Empty: no member is stalled.

@@ -4,9 +4,12 @@
 decides when to prepare and to commit this generation, and computes a directive for each rank.
 
 The controller is level-triggered: each decision depends on the reported statuses and not on earlier
-actions, so a restarted controller continues where another controller ended. The exception is a
-commit, which is never revoked after it was sent, because a rank may act on it at any time. If a
-commit cannot be completed, the controller creates an urgent generation with a higher number.
+actions. After a restart, the controller therefore continues the work of the earlier coordinator
+process.
+
+The exception is a commit, which is never revoked after it was sent, because a rank may act on it at
+any time. If a commit cannot be completed, the controller creates an urgent generation with a higher
+number.
 
 The controller has no sockets and no clock. Callers pass the time as `now`, in seconds.
 """
@@ -65,8 +68,8 @@ class TopologyController:
         self._roster = Roster(config.dead_after_s, config.suspect_dead_after_s)
         self._stalls = Stalls(self._roster, config)
         self._request: TopologyRequest | None = None
-        #: Highest generation that another controller committed. Until the first request, the
-        #: members of this generation are desired.
+        #: Highest generation that an earlier coordinator process committed. Until the first
+        #: request, the members of this generation are desired.
         self._inferred: Generation | None = None
         self._first_status_at: float | None = None
         self._settled = False
@@ -156,7 +159,7 @@ class TopologyController:
     # Output
 
     def directive_for(self, instance_id: str) -> Directive | None:
-        """Return the directive for a rank, or None before the first decision."""
+        """Return the directive for a rank, or None until all ranks have had time to report."""
         if not self._settled:
             return None
         if self._released and any(
@@ -252,7 +255,7 @@ class TopologyController:
     # Start of an operation
 
     def _resume(self, now: float) -> bool:
-        """Continue another controller's commit that some ranks have not completed.
+        """Continue a commit of an earlier coordinator process that some ranks have not completed.
 
         Returns:
             Whether there is such a commit.
@@ -271,7 +274,9 @@ class TopologyController:
         operation = self._operation = resumed(target, previous, now)
         self._nonces.add(target.nonce)
         self._highest_target = max(self._highest_target, target.number)
-        logger.info("%s: continuing the commit that another coordinator began", operation.label)
+        logger.info(
+            "%s: continuing the commit that an earlier coordinator process began", operation.label
+        )
         return True
 
     def _begin(self, now: float) -> None:
@@ -350,7 +355,7 @@ class TopologyController:
             self._operation.enter(OperationPhase.DONE, now)
 
     def _prepare(self, operation: Operation, need: Need, now: float) -> None:
-        """Start to prepare the generation on which the planner decides."""
+        """Start to prepare the generation that the planner computes for `need`."""
         try:
             target = self._planner(now).next_generation(
                 need,

@@ -90,7 +90,7 @@ class TopologyPlanner:
         """Return the generation with the members of `need`, and a placement of the experts on them.
 
         Args:
-            need: the needed change. At least one member is possible now.
+            need: the needed change, with at least one member.
             number: number of the generation.
             drawn: random text for its nonce.
             operation_id: id of the request. Empty if the change was not requested.
@@ -169,8 +169,9 @@ class TopologyPlanner:
     def ends(self) -> bool:
         """Return whether the group ends.
 
-        The group ends when all serving ranks are shutting down and have no requests, and no new
-        member exists. Until then, the ranks need each other's experts to complete their requests.
+        The group ends when all serving ranks are shutting down and have no requests, and no other
+        rank can become a member. Until then, the ranks need each other's experts to complete their
+        requests.
         """
         serving = [status for status, _ in self.roster.serving()]
         all_idle = all(
@@ -190,7 +191,7 @@ class TopologyPlanner:
         """Return the change to a generation of the survivors and new members.
 
         The survivors keep their order and get the lowest ranks. Unwanted and excluded survivors
-        leave. If all members would leave, all survivors stay.
+        leave. If this leaves no survivor and no new member, all survivors stay.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}

@@ -22,7 +22,10 @@ def topology_status(
 
 
 def member_statuses(planner: TopologyPlanner, now: float) -> list[MemberStatus]:
-    """Return the statuses of all registered instances. The present generation comes first."""
+    """Return the statuses of all registered instances.
+
+    The members of the present generation come first, in rank order.
+    """
     roster, present = planner.roster, planner.present
     ranks = (
         {}

@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 #: Interval between two StartWaves of one wave.
 REPEAT_INTERVAL_S = 0.2
-#: Timeout of a connection in `unreachable`. A living rank accepts one within milliseconds.
+#: Timeout of a connection in `unreachable`. A living rank accepts it within milliseconds.
 PROBE_TIMEOUT_S = 0.5
 #: Maximum size of a message: enough for a placement of many layers on many ranks.
 MAX_MESSAGE_BYTES = 64 * 2**20
 #: Messages to read from one socket before this rank's own messages are sent.
 MAX_MESSAGES_PER_TURN = 256
-#: First and maximum delay of a reconnection. A broken group serves nothing until a restarted
-#: coordinator has received the statuses of its ranks.
+#: First and maximum delay of a reconnection, in milliseconds. The delays are short, because a
+#: broken group serves nothing until a restarted coordinator has received the ranks' statuses.
 RECONNECT_MS = (50, 200)
 #: Interval of ZeroMQ heartbeats. A connection closes after three intervals without an answer.
 HEARTBEAT_MS = 1000
@@ -77,7 +77,7 @@ class RankLink:
             amend: returns a status with current values. The link's thread calls it with each status
                 before sending. It must not block.
             key: key of the service, which all peers must have. None: no authentication.
-            wakeup_interval_s: interval between statuses if no decisive field changes.
+            wakeup_interval_s: interval between statuses if no field in `_decisive_fields` changes.
 
         Raises:
             zmq.ZMQError: `host` cannot be bound, or `coordinator` is not an address.
@@ -227,8 +227,9 @@ class RankLink:
                 message = decoder.decode(frames[-1])
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self._log.warning(
-                    "this rank dropped a message of the coordinator or a rank that cannot be "
-                    "decoded: %s; check that the ranks and the coordinator run the same version",
+                    "this rank dropped a message from the coordinator or another rank, because the "
+                    "message cannot be decoded: %s; check that the ranks and the coordinator run "
+                    "the same version",
                     error,
                 )
                 continue

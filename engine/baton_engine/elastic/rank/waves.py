@@ -11,7 +11,8 @@ Outside a wave, ranks exchange nothing. A rank that gets work starts the next wa
 StartWave to the other ranks, which then join. A received StartWave may belong to
 
 - a wave that has ended. The message is ignored, because the wave has ended for the sender too.
-- a later wave. The message is recorded, because the current wave has ended for the sender.
+- a later wave. The current wave has already ended for the sender. The message is recorded, and this
+  rank joins the later wave when the current wave ends.
 - the next generation. The message is kept for the Waves of that generation, and shows that a rank
   has received the commit.
 """

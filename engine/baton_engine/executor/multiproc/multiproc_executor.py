@@ -62,7 +62,7 @@ SLOT_NBYTES = 256 * 1024
 #: Address of the rendezvous store and of gloo. gloo accepts any connection, so no other host may
 #: reach this address.
 LOOPBACK = "127.0.0.1"
-#: Time for workers to end by themselves. Then they are killed.
+#: Maximum wait for workers to end by themselves. Workers that still run are then killed.
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
@@ -275,7 +275,7 @@ class MultiprocExecutor(RemoteExecutor):
 
     def _on_death(self, rank: int, reason: str) -> None:
         if not self._stopping:
-            logger.error("%s; the engine stops, because it cannot run steps without it", reason)
+            logger.error("%s; the engine stops, because steps need all workers", reason)
             self._fail(WorkerDiedError(reason), died=True)
 
     def _take_pending(self, died: bool) -> list[Future[Any]]:

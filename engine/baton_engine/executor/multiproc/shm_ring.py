@@ -225,6 +225,6 @@ class RingReader:
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Receive one frame of the side channel. Queue it as a message, unless it is empty."""
+        """Receive one frame of the side channel. Queue a non-empty frame as a message."""
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

@@ -65,7 +65,7 @@ class WorkerProcess:
         self._step_failed = False
         #: Waits for pending tokens and sends the results of steps, in order.
         self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="results")
-        #: The last results for `_results` to send.
+        #: Done when `_results` has sent all results passed to it. None: none were passed.
         self._last_result: Future[None] | None = None
         #: Failure of the last `ExecuteModel`. None: it succeeded, and its tokens can be sampled.
         self._broken: CommandFailure | None = None
@@ -115,7 +115,8 @@ class WorkerProcess:
                 if not self._broken.group_broken:
                     raise
                 logger.warning(
-                    "step %d is dropped, and its requests wait for the next generation: %s",
+                    "step %d is dropped, because the expert-parallel group broke; its requests "
+                    "wait for the group's next generation: %s",
                     command.step.step_id,
                     error,
                 )
@@ -132,7 +133,10 @@ class WorkerProcess:
             self._send(TransfersEnded(output.connector))
 
     def _send_result(self, number: int, output: ModelRunnerOutput | PendingOutput) -> None:
-        """Send the results of a step after those of earlier steps. Do not wait for its tokens."""
+        """Send the results of a step after the results of all earlier steps.
+
+        Return without waiting for the step's tokens.
+        """
         is_behind = self._last_result is not None and not self._last_result.done()
         if is_behind or isinstance(output, PendingOutput):
             self._last_result = self._results.submit(self._wait_and_send, number, output)
@@ -172,7 +176,7 @@ class WorkerProcess:
 
 def main(connection_fd: int, parent_pid: int) -> None:
     """Run a worker process until the parent process shuts it down or ends."""
-    # Ctrl-C and SIGTERM reach the whole process group. The parent may want to drain first.
+    # Ctrl-C and SIGTERM reach the whole process group, but the parent may need workers to drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(connection_fd)

@@ -33,7 +33,7 @@ class WorkerProcesses:
         on_answer: Callable[[int, Answer], None],
         on_death: Callable[[int, str], None],
     ) -> None:
-        """Start the processes. Returns before they read commands.
+        """Start the processes in a thread, and return without waiting for them.
 
         Args:
             environment: additional environment variables for the processes.
@@ -41,7 +41,7 @@ class WorkerProcesses:
                 sending raises BlockingIOError.
             on_answer: called with rank and answer, from the watching thread.
             on_death: called with rank and reason, from the watching thread, after a process has
-                ended and all its answers were received.
+                ended and all its answers were received, or if a process cannot be started.
         """
         self._starts = starts
         self._environment = os.environ | environment
@@ -106,7 +106,7 @@ class WorkerProcesses:
         fd = theirs.fileno()
         command = [
             sys.executable,
-            "-P",  # the working folder may be that of a checkpoint
+            "-P",  # import nothing from the working folder, which may be a checkpoint
             "-m",
             "baton_engine.executor.multiproc.worker_main",
             str(fd),

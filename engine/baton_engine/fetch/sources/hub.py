@@ -29,7 +29,7 @@ from baton_engine.fetch.sources.uri import HubModel
 
 #: Timeout of the request for the list of files.
 TIMEOUT_S = 20.0
-#: The progress of all files together is reported elsewhere.
+#: Replaces the progress bar of each file. `FetchProgress` reports the progress of all files.
 _NO_BAR: Any = partial(tqdm, disable=True)
 
 

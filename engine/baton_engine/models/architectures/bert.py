@@ -43,7 +43,7 @@ class LayerNorm(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """The sum of the embeddings of token, position and text, normalized."""
+    """The sum of the embeddings of token, position and token type, normalized."""
 
     def __init__(self, config: CheckpointConfig, group: Group) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ _DENSE_AND_NORM = ("dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.
 
 @register
 class BertForMaskedLM(BertModel):
-    """BERT without its output layer."""
+    """A BERT checkpoint for masked language modeling, without its output layer."""
 
 
 @register

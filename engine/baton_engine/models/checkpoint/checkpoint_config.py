@@ -122,14 +122,14 @@ class CheckpointConfig:
 
     @property
     def pair_format(self) -> PairFormat | None:
-        """How two texts become a prompt. None: the model scores no pairs."""
+        """How two texts become one prompt. None: the model does not score pairs of texts."""
         if self.task is not Task.CLASSIFY:
             return None
         return PairFormat.TOKENIZER if self.is_encoder else PairFormat.QWEN3_RERANKER
 
     @property
     def runs_whole_prompts(self) -> bool:
-        """Whether the result of a prompt needs the hidden states of other tokens than the last."""
+        """Whether a prompt's result depends on hidden states of tokens before the last one."""
         pooling = self.pooling
         return pooling is not None and (pooling.type is not PoolingType.LAST or self.is_encoder)
 
@@ -435,7 +435,10 @@ def _positive(config: Json, name: str) -> int:
 
 
 def _number(config: Json, name: str, default: float | None = None) -> float:
-    """Return a positive, finite number. `default` replaces a missing value, null and 0."""
+    """Return the positive, finite number in field `name` of a config.
+
+    `default`, if given, replaces a missing value, null and 0.
+    """
     value = float(config[name] if default is None else config.get(name) or default)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive, finite number, got {value}")

@@ -37,7 +37,7 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 #: Limit on the index, and on the headers of all weight files together. The library has the same
 #: limit on one header.
 MAX_HEADER_BYTES = 100_000_000
-#: Limit on the JSON arrays and objects in a header. The header of a tensor has three.
+#: Limit on the number of JSON arrays and objects in a header. Each tensor has three of them.
 MAX_HEADER_VALUES = 3 * 2**20
 MAX_WEIGHT_FILES = 1024
 _MAX_DIMENSIONS = 8
@@ -249,7 +249,7 @@ def _read_samples(path: Path, name: str) -> bytes:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    """Return the name of the file that contains each tensor."""
+    """Return the name of the weight file of each tensor, by tensor name."""
     index_file = path / INDEX_FILE
     try:
         weight_map = read_json(path, INDEX_FILE, MAX_HEADER_BYTES)["weight_map"]
@@ -314,7 +314,7 @@ def _read_file(path: Path, name: str, max_bytes: int) -> tuple[dict[str, TensorE
             entries[tensor] = TensorEntry(file, info["dtype"], tuple(info["shape"]), start + begin)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelInvalid(f"{file} has a malformed safetensors header: {error}") from None
-    # As the format demands: no byte belongs to two tensors, and every byte to one.
+    # The format requires that each byte of the data belongs to exactly one tensor.
     at = 0
     for begin, end in [*sorted(spans), (data_bytes, data_bytes)]:
         if begin != at:

@@ -50,7 +50,8 @@ class PoolingConfig:
     #: Whether the vector is divided by its Euclidean norm.
     normalize: bool
     task: Task = Task.EMBED
-    #: A classifier by tokens: the score is the probability of the second token against the first.
+    #: Two tokens whose logits give a score: the probability of the second token against the first.
+    #: Empty: the model has no such tokens.
     label_token_ids: tuple[int, ...] = ()
 
     @property
@@ -67,11 +68,11 @@ def load_pooling_config(
     is_encoder: bool = False,
     label_tokens: Sequence[str] = (),
 ) -> PoolingConfig | None:
-    """Return how the checkpoint in folder `path` is pooled. None: it generates.
+    """Return how the model in folder `path` pools prompts. None: the model generates text.
 
     Args:
         path: folder of the checkpoint.
-        architecture: name of its architecture in config.json.
+        architecture: name of the model's architecture in config.json.
         runner: value of the option `model.runner`.
         is_encoder: whether every token attends to the whole prompt.
         label_tokens: two tokens whose logits give a score, such as no and yes. Empty: no scores,

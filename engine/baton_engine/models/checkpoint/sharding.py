@@ -49,7 +49,10 @@ WeightTargets = dict[str, WeightTarget]  # by the tensor's name in the checkpoin
 
 
 def whole_targets(prefix: str, parameters: Mapping[str, Tensor | None]) -> WeightTargets:
-    """Return the targets of parameters that every rank holds whole. None is left out."""
+    """Return the targets of parameters that every rank holds whole.
+
+    A parameter that is None has no target.
+    """
     return {
         f"{prefix}.{name}": WeightTarget(each, tuple(each.shape))
         for name, each in parameters.items()

@@ -4,7 +4,7 @@ This side does no I/O. A PRODUCE request computes KV blocks for a peer. A CONSUM
 blocks from a peer.
 
     event                        method
-    a PRODUCE request arrives    offer: let the consumer subscribe
+    a PRODUCE request arrives    offer: permit the consumer to fetch the blocks
     a CONSUME request arrives    wait: ask the producer to keep the blocks for the request
     a CONSUME request starts     load: request the blocks that the prefix cache lacks
     a step runs prompt tokens    save: publish the blocks that the step completes
@@ -81,7 +81,10 @@ class KVHandoff:
 
     @property
     def num_held(self) -> int:
-        """Number of transfers in progress whose request has ended, or that are empty loads."""
+        """Number of transfers in progress that belong to no unfinished request.
+
+        Either the request of the transfer has ended, or the transfer is an empty load.
+        """
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
 
@@ -101,8 +104,8 @@ class KVHandoff:
     def save(self, request: Request, num_computed_tokens: int) -> None:
         """Publish the blocks that a step fills, if a peer loads the request's KV.
 
-        Only the tokens that the request had on arrival are published. The block of the last of
-        these tokens is published even if it is not full.
+        Only KV of the tokens that the request had on arrival is published. The block that holds the
+        last of these tokens is published even if the block is not full.
 
         Args:
             num_computed_tokens: number of the request's tokens that have KV after the step,
@@ -162,7 +165,10 @@ class KVHandoff:
         self._append_load(request, transfer, first, request.block_ids[first:end], hashes[first:end])
 
     def decline(self, request: Request) -> None:
-        """Start an empty load, so that the producer frees its blocks. The request needs none."""
+        """Start an empty load for a request that needs no blocks from the producer.
+
+        The empty load makes the producer free the blocks.
+        """
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:
@@ -184,7 +190,12 @@ class KVHandoff:
     # Both
 
     def release(self, request: Request, *, aborted: bool) -> None:
-        """Free the blocks of a finished request, now or when the request's transfer ends."""
+        """Free the blocks of a finished request, now or when the request's transfer ends.
+
+        Args:
+            aborted: whether the request was aborted or failed. If so, its send to a peer is
+                cancelled even if all blocks are published.
+        """
         if request.kv_transfer is not None:
             transfer_id = request.kv_transfer.transfer_id
             send = self._sends.get(transfer_id)

@@ -67,7 +67,7 @@ class RemotePrefill:
         waiting_to_load = self.queues.waiting_to_load
         if request in waiting_to_load:
             if not result.token_ids and result.error and not self.fail_on_load_error:
-                # No peer computes the prompt, so it is computed here.
+                # No peer computes the prompt, so this engine does.
                 waiting_to_load.discard(request)
                 self.handoff.decline(request)
                 request.kv_transfer = None
@@ -117,7 +117,7 @@ class RemotePrefill:
         request.token_ids.extend(prefill.token_ids)
         # Without a first token from the peer, the last loaded token runs here again.
         request.num_computed_tokens = min(num_verified, request.num_reusable_tokens)
-        if request.num_computed_tokens < num_cached:  # the last token's KV is in a shared block
+        if request.num_computed_tokens < num_cached:  # the last token would overwrite cached KV
             self.kv.free(request)
             request.num_computed_tokens = 0
         else:

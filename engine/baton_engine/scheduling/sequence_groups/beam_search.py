@@ -167,11 +167,12 @@ def advance(
 def _cannot_improve(
     best_live: LiveBeam, num_tokens: int, best_scores: Sequence[float], config: BeamConfig
 ) -> bool:
-    """Return whether the search is over because `width` hypotheses are finished.
+    """Return whether the search is over although live beams are left.
 
-    Without `early_stopping`, the best live beam must also not score better than the worst of these
-    hypotheses. The live beam is scored at its present length, as in `transformers`. With a positive
-    length penalty, a longer continuation could still score better, but rarely does.
+    With `early_stopping`, the search is over when `width` hypotheses are finished. Without it, the
+    best live beam must also not score better than the worst of these hypotheses. The live beam is
+    scored at its present length, as in `transformers`. With a positive length penalty, a longer
+    continuation could still score better, but rarely does.
     """
     if len(best_scores) < config.width:
         return False

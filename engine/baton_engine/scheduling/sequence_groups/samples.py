@@ -47,7 +47,10 @@ class SampleGroups:
         self._groups[group_id] = group
 
     def lead(self, request: Request) -> None:
-        """Count `request`, which starts, as the member of its group that computes the prompt."""
+        """Make `request`, which now starts, the member of its group that computes the prompt.
+
+        Do nothing if `request` has no group.
+        """
         if request.group is not None:
             request.group.leader = request
 
@@ -88,6 +91,7 @@ class SampleGroups:
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.
+                None: no step is under construction.
         """
         leader = group.leader
         if leader is None:
@@ -106,7 +110,7 @@ class SampleGroups:
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> LazyDecisions[Queued]:
-        """Release the held requests of groups that do not wait for their prompt.
+        """Release the held requests of groups whose prompt is no longer being computed or loaded.
 
         Yield the decision that queues each request.
         """

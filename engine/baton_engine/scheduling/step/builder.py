@@ -50,7 +50,8 @@ class StepBuilder:
     def copies_to_block_at(self, sequence: Request, position: int) -> bool:
         """Return whether the block of `position` is the target of one of this step's block copies.
 
-        The step makes all its block copies at once, so no other copy may read that block.
+        The content of such a block is complete only after the copy. Therefore, no other sequence
+        may share the block in this step.
         """
         slot = position // self._block_size
         return slot < len(sequence.blocks) and any(

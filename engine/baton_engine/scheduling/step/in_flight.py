@@ -47,7 +47,10 @@ def count_scheduled(sequence: Request, num_tokens: int) -> ScheduledRange:
 
 
 def count_returned(entry: ScheduledRange) -> None:
-    """Count a range as returned. The caller then appends the token that the range sampled."""
+    """Subtract a range whose results have arrived from the counters of steps and tokens in flight.
+
+    The caller then appends the token that the range sampled.
+    """
     sequence, _, _, samples, _ = entry
     sequence.num_in_flight -= 1
     if samples:
@@ -72,9 +75,10 @@ class RunAhead:
     def allows(self, request: Request) -> bool:
         """Return whether the next tokens of `request` may run before its steps in flight return.
 
-        Prompt tokens may run. A placeholder may run, unless `max_tokens` or `max_model_len` allows
-        no token after it, or a grammar or a KV transfer needs the sampled token first. If the
-        sampled token ends the request, the results of later steps are ignored.
+        Prompt tokens may run. A placeholder (a token that a step in flight will sample) may run
+        except in two cases: `max_tokens` or `max_model_len` allows no token after it, or a grammar
+        or a KV transfer needs the sampled token first. If the sampled token ends the request, the
+        results of later steps are ignored.
         """
         if not self.enabled:
             return False

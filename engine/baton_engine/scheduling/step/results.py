@@ -36,7 +36,8 @@ class StepResults:
             ran: results from the workers.
 
         Raises:
-            RuntimeError: a request sampled although it was not scheduled to sample, or vice versa.
+            RuntimeError: a request has sampled but was not scheduled to sample, or has not sampled
+                but was scheduled to sample.
         """
         sampled, vectors = ran.sampled_token_ids, ran.pooler_output
         has_optional_outputs = bool(ran.prompt_logprobs or ran.routed_experts)
@@ -127,8 +128,9 @@ class StepResults:
     def advance_resumed(self) -> LazyDecisions[Finished]:
         """Advance each beam search whose last step returned while the search was swapped out.
 
-        A search that advances may free blocks to which the step under construction swaps in KV. So
-        call this after the last swap-in of the step, and start no load in the same step.
+        A search that advances may free blocks, and the step under construction may swap KV into
+        these blocks. Therefore, call this method after the step's last swap-in. Start no KV load in
+        the same step, because the load could be given these blocks.
         """
         for request in self.running.values():
             if (finished := self.advance_beams(request)) is not None:

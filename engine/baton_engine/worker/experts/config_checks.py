@@ -45,8 +45,8 @@ def check_expert_parallel(
     if device.type == "cuda" and config.cache.num_blocks is None:
         raise _cannot(
             "cache.num_blocks is not set, but the number of ranks decides how much GPU memory the "
-            "experts take; set it so low that twice this rank's experts fit beside the KV cache, "
-            "because a rank holds old and new experts while the topology changes"
+            "experts take; set cache.num_blocks so low that twice this rank's experts fit beside "
+            "the KV cache, because a rank holds old and new experts while the topology changes"
         )
 
 

@@ -44,6 +44,7 @@ def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[Exp
 
     Args:
         held: experts that each rank holds, by rank.
+        placement: experts that each rank must have.
     """
     holders: dict[ExpertKey, list[int]] = {}
     for rank, keys in enumerate(held):
@@ -71,7 +72,7 @@ def exchange_experts(
     must then read from the checkpoint the experts that it has not received.
 
     Args:
-        group: the members of the generation. Aborted if the exchange ends early.
+        group: process group of the generation's members. Aborted if the exchange ends early.
         placement: experts of each rank, by sparse layer.
         held: experts that this rank can send.
         store: converts experts to messages and back.

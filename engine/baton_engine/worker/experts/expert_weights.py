@@ -95,7 +95,7 @@ class ExpertStore:
         prefix, layer = self._layers[key.layer]
         gate_up, down = layer.new_expert(self._dtype, self.device)
         targets = layer.expert_targets(prefix, key.expert, gate_up, down)
-        read_ahead(self._entries, targets)  # without the GIL, which concurrent steps need
+        read_ahead(self._entries, targets)  # does not hold the GIL, so concurrent steps continue
         read_slices(self._entries, targets)
         return Expert(self._prepare(gate_up), self._prepare(down))
 
@@ -104,7 +104,7 @@ class ExpertStore:
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
-        """Return empty tensors that can receive the parts of an expert from another rank."""
+        """Return uninitialized tensors for the parts of an expert that another rank sends."""
         shapes = [
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
@@ -135,7 +135,7 @@ def stack_experts(
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Return the (gate_up, down) weights of several experts, in the form that `run_experts` takes.
 
-    On a CPU, these are tuples that share the memory of `experts`. On a GPU, they are stacked
+    On a CPU, the results are tuples that share the memory of `experts`. On a GPU, they are stacked
     copies.
     """
     gate_up, down = zip(*experts, strict=True)

@@ -2,9 +2,9 @@
 
 A generation is a fixed set of ranks with a placement of experts on these ranks. A low-priority
 thread prepares the next generation. The thread joins the expert group, gets the experts that this
-worker lacks, and builds a shard for each sparse layer. Missing experts come from members that hold
-them, or else from the checkpoint. Experts that the worker already holds are shared by both
-generations. A commit gives each sparse layer its new shard.
+worker lacks, and builds a shard for each sparse layer. Members send the experts that they hold. The
+thread reads all other missing experts from the checkpoint. Both generations share the experts that
+the worker already holds. A commit gives each sparse layer its new shard.
 
 Only the worker's thread may call the methods of `Generations`, except `interrupt`.
 """
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Niceness of threads that prepare a generation, so that serving steps have priority.
 NICENESS = 10
-#: Time after which the experts of a member that does not respond are read from the checkpoint,
-#: which every rank can read.
+#: Timeout of one operation while members exchange experts, in seconds. If a member does not
+#: respond, the missing experts are read from the checkpoint.
 PEER_TIMEOUT_S = 30.0
 CPU = torch.device("cpu")
 
@@ -43,7 +43,8 @@ CPU = torch.device("cpu")
 class Join(Protocol):
     """Function that joins a process group of the ranks of a generation. Collective.
 
-    Raises TimeoutError if the other members do not join within `timeout_s`.
+    `timeout_s` is the timeout of one operation in the group. The function raises TimeoutError if
+    not all members join in time.
     """
 
     def __call__(
@@ -63,7 +64,7 @@ class ExpertWorker:
     #: Equal on workers with the same weights. All members of a generation must have the same hash.
     compatibility_hash: str
     join: Join
-    #: Timeout of one exchange in a step.
+    #: Timeout of one exchange with other ranks in a step.
     timeout_s: float
 
 
@@ -102,7 +103,7 @@ class Generations:
         self._prepared = _LocalGeneration(generation, rank, self._worker, self._current)
 
     def preparation(self) -> Preparation:
-        """Return how far the next generation is prepared."""
+        """Return the state of the preparation of the next generation."""
         return Preparation() if self._prepared is None else self._prepared.status
 
     def commit(self, nonce: str) -> None:
@@ -149,7 +150,7 @@ class Generations:
             current.close(RETIREMENT_GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
-        """Abort the process groups of the current ranks. A step that waits for a rank then fails.
+        """Abort the current generation's process groups. A step that waits for a rank then fails.
 
         This method can be called from any thread.
 

@@ -1,6 +1,6 @@
 """The state of a generation (ranks and expert placement) that a worker is preparing.
 
-This module does not import torch, because engine cores import it.
+This module does not import torch, so that engine cores can import the module without torch.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ class Preparation:
     #: Nonce of the generation.
     nonce: str = ""
     state: PreparationState = PreparationState.NONE
-    #: Why the preparation failed; else empty.
+    #: Why the preparation failed. Empty in other states.
     reason: str = ""

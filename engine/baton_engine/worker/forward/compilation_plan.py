@@ -63,7 +63,7 @@ def plan_compilation(
             mode,
         )
         mode = "none"
-    if model.is_encoder:  # their attention is not an operator of a graph
+    if model.is_encoder:  # compiled graphs cannot contain `attend_to_prompt`
         if mode != "none" and given.mode != "auto":
             logger.warning("compilation.mode %s is ignored: encoders are not traced", mode)
         mode, has_graphs = "none", False

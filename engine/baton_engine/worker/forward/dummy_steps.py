@@ -32,8 +32,8 @@ def typical(
 
     Triton compiles a kernel separately for integer arguments that are 1 or a multiple of 16, and
     for each tile size. Therefore a GPU runs more steps than a CPU: single queries, few queries and
-    mixed lengths. The number of tokens selects the tile size, so the steps also include a prompt
-    of each power of two.
+    mixed lengths. The number of tokens selects the tile size, so the steps also include prompts
+    whose lengths are the powers of two.
 
     Args:
         longest: maximum number of tokens of one sequence.
@@ -100,9 +100,8 @@ def run(
 ) -> None:
     """Run a step of dummy sequences, and sample if the model generates.
 
-    `make_batch` describes the arguments.
-
-    The step writes no KV and does not wait for other pipeline stages.
+    The step writes no KV and does not wait for other pipeline stages. `make_batch` describes the
+    arguments.
     """
     model = forward.model
     received = None

@@ -132,8 +132,8 @@ class ForwardRunner:
         # The first call traces the model, and must have more than one token.
         size = max((2, *self.plan.compile_sizes, *self.plan.capture_sizes))
         if self._largest_step_numel() > INT32_MAX:
-            # The compiler uses 32-bit indices if they suffice for the step that it sees. No guard
-            # detects a larger step.
+            # The compiler uses 32-bit indices if they suffice for the step that it traces. No guard
+            # detects a later, larger step. So trace the largest step.
             size = max(size, self.plan.max_num_batched_tokens)
         inputs = self._new_inputs(size, 1)
         inputs.clear()

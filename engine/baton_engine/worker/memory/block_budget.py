@@ -15,7 +15,7 @@ GIB = 2**30
 #: Memory of the cache on a CPU, if neither cache.num_blocks nor cache.memory_bytes is set.
 CPU_MEMORY_BYTES = 256 * 2**20
 #: Memory for swap blocks if cache.swap_memory_bytes is not set, in percent of the host memory that
-#: is available beside the cache on a CPU and the offload tier.
+#: the offload tier leaves, and on a CPU also the KV cache.
 SWAP_MEMORY_PERCENT = 5
 
 
@@ -69,7 +69,7 @@ def blocks_on_gpu(
     run_largest_step: Callable[[], None],
     graph_bytes: int,
 ) -> tuple[int, int]:
-    """Return (number of cache blocks, number of host swap blocks).
+    """Return the numbers of (cache blocks, host swap blocks) of a rank on a GPU.
 
     The room for cache blocks is the usable GPU memory, minus the memory of the largest step, of
     captured graphs and of other processes. The usable memory is the fraction
@@ -80,9 +80,9 @@ def blocks_on_gpu(
        these bytes hold. This rank's part must fit in the room.
     3. Neither is set: the cache gets all blocks that fit in the room.
 
-    The swap blocks are those that `cache.swap_memory_bytes` holds. If it is None, their pinned
-    memory on this host is at most SWAP_MEMORY_PERCENT of the memory that the offload tier leaves,
-    and there are at most as many swap blocks as cache blocks.
+    The number of swap blocks is the number that `cache.swap_memory_bytes` can hold. If this setting
+    is None, the pinned memory of swap blocks on this host is at most SWAP_MEMORY_PERCENT of the
+    memory that the offload tier leaves. There are then at most as many swap blocks as cache blocks.
 
     Args:
         cache: configuration of the cache.
@@ -142,7 +142,7 @@ def _pinned_swap_blocks(cache: CacheConfig, size: BlockSize) -> int:
     pinned = num_ranks * _pinned_bytes(num_offload_blocks * size.rank)
     if cache.swap_memory_bytes is None:
         share = max(0, available - pinned) * SWAP_MEMORY_PERCENT // 100 // num_ranks
-        # The largest power of two in the share, so that pinning rounds up to no more than it.
+        # The largest power of two in the share, so that pinning does not round up beyond the share.
         num_swap_blocks = (1 << share.bit_length() >> 1) // size.rank
     else:
         num_swap_blocks = cache.swap_memory_bytes // size.engine

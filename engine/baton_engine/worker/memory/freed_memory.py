@@ -4,8 +4,8 @@ By default, glibc's malloc may return the memory of a step's tensors to the syst
 writes of the next step cause page faults: about 10,000 for a prompt of 960 tokens.
 
 `keep_freed_memory` makes malloc keep blocks of up to 32 MiB. The C++ operations keep larger results
-(kernels/baton_kernels/cpu/source/tensor_memory.h). The available memory limits both. Without
-glibc, only the results of the C++ operations are controlled.
+(kernels/baton_kernels/cpu/source/tensor_memory.h). The available memory limits how much each of
+them keeps. Without glibc, only the results of the C++ operations are controlled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 #: In bytes. A larger tensor gets pages of its own, which malloc returns to the system when the
 #: tensor is freed. glibc allows no higher threshold.
 MMAP_THRESHOLD = 32 << 20
-#: Maximum number of freed bytes that malloc keeps, and that the C++ operations keep.
+#: Maximum number of freed bytes that malloc keeps. The C++ operations have the same maximum.
 MAX_KEPT_BYTES = 1 << 30
-#: Each of the two keeps at most the available memory divided by this. Linux cannot reclaim kept
-#: memory, so more of it could exceed the limit of the pod.
+#: malloc and the C++ operations each keep at most the available memory divided by this number.
+#: Linux cannot reclaim kept memory, so more of it could exceed the limit of the pod.
 MAX_KEPT_DIVISOR = 16
 
 

@@ -9,8 +9,8 @@ of the masks does not matter.
     frequency_penalty     generated ids: the penalty is subtracted once per occurrence
     presence_penalty      generated ids: the penalty is subtracted once
     allowed_token_ids     all other ids are masked
-    bad_words             the last id of a word is masked if the word's other ids precede it, in the
-                          generated tokens or in the prompt
+    bad_words             the last id of a word is masked if the prompt and generated ids end with
+                          the word's other ids
     min_tokens            EOS and stop tokens are masked until this number of tokens is generated
     grammar bitmask       ids that the grammar does not allow are masked
 """
@@ -34,7 +34,7 @@ TokenIds = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class SamplingInput:
-    """The inputs of one row's sample, except the logits."""
+    """The inputs that the sampler needs for one row, except the logits."""
 
     params: SamplingParams
     prompt_token_ids: TokenIds
@@ -185,7 +185,7 @@ def _mask_bad_words(logits: Tensor, inputs: Sequence[SamplingInput]) -> None:
     for row, item in enumerate(inputs):
         if words := item.params.bad_words_token_ids:
             longest = max(len(word) for word in words) - 1
-            # Only this many ids at the end can match a word.
+            # Only the last `longest` ids can match a word.
             recent = (
                 [*item.prompt_token_ids[-longest:], *item.generated_token_ids[-longest:]]
                 if longest

@@ -37,15 +37,15 @@ class SampledTokens:
             self._copied.record(torch.cuda.current_stream(token_ids.device))
 
     def wait(self) -> Int64Array:
-        """Return the tokens when they are on the host. Any thread may call this method."""
+        """Wait for the copy to the host. Return the tokens. Any thread may call this method."""
         if self._copied is not None:
-            # Another thread has GPU 0 selected, and would allocate memory there.
+            # A thread other than the worker's has GPU 0 selected, and would allocate memory there.
             with torch.cuda.device(self.token_ids.device):
                 self._copied.synchronize()
         return self._on_host
 
     def impossible_rows(self) -> list[int]:
-        """Return the rows in which no token was possible, when the tokens are on the host."""
+        """Wait for the copy to the host. Return the rows in which no token was possible."""
         if self._is_impossible is None:
             return []
         self.wait()

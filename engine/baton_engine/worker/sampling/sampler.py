@@ -1,8 +1,8 @@
 """Samples tokens by a pure function of logits, sampling parameters, tokens and sample index.
 
 No random generator keeps state: the noise of a candidate token is a hash (baton_kernels.sampling).
-Therefore another pod that continues a request draws the same tokens. The other requests in the
-batch make no difference.
+Therefore another pod that continues a request draws the same tokens. The tokens of a request do not
+depend on the other requests in the batch.
 
     processed   logits after bias, penalties and masks               logits_processing.py
     greedy      argmax of the processed logits; of equal logits,     temperature 0
@@ -112,8 +112,10 @@ def report_logprobs(
     at least beam_width are not end tokens. If fewer tokens are possible, `top` has all of these.
 
     Args:
-        logits: the arguments of `sample`, as are `inputs` and `eos_token_ids`.
+        logits: raw logits, the argument of `sample`.
         sampled: the result of `sample`.
+        inputs: the argument of `sample`.
+        eos_token_ids: the argument of `sample`.
     """
     result: list[TokenLogprobs | None] = [None] * len(inputs)
     beam_rows = [row for row, item in enumerate(inputs) if item.params.beam_width]

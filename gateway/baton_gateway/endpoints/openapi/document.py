@@ -26,7 +26,8 @@ from baton_gateway.http.request_id import REQUEST_ID_HEADER
 from baton_gateway.http.slow_clients import send_json
 from baton_text.responses import anthropic, openai, responses_api
 
-#: Statuses of errors that every path may have. 401 is one of them if clients need API keys.
+#: Statuses of errors that every path may have. If clients need API keys, every path that is not in
+#: OPEN_PATHS also has 401.
 _COMMON_ERRORS = (400, 500)
 
 
@@ -210,7 +211,7 @@ def _error_responses() -> dict[str, Any]:
         for shape in (openai.ErrorBody, anthropic.MessageError):
             schema: dict[str, Any] = reference(shape)
             if shape is anthropic.MessageError and status == 400:
-                # The path of a request that is not valid HTTP is unknown.
+                # The path of malformed HTTP is unknown, so its error has OpenAI's shape.
                 schema = {"anyOf": [schema, reference(openai.ErrorBody)]}
             result[f"{shape.__name__}{status}"] = {
                 "description": description,

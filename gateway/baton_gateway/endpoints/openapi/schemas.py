@@ -16,10 +16,10 @@ from baton_text import chat_messages
 from baton_text.requests import completion_request, generation_request, responses_request
 from baton_text.responses import anthropic, openai, responses_api
 
-#: The values of a field that is not supported.
+#: The values that requests may send in an unsupported field.
 _EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 _REF = "#/components/schemas/{name}"
-#: Values of the constants that comments of fields name.
+#: Values of constants, by name. `#:` comments of fields contain the names.
 CONSTANTS: dict[str, object] = {
     **{
         name: value
@@ -28,7 +28,7 @@ CONSTANTS: dict[str, object] = {
     },
     "ROLES": ", ".join(sorted(chat_messages.ROLES)),
 }
-#: The keywords of a schema for bounds in comments of fields.
+#: Patterns of the bounds in comments of fields. Names of groups are keywords of JSON schemas.
 _BOUNDS = (
     r"(?P<minimum>-?\d+)\.\.(?P<maximum>[\d.]+)",
     r"(?P<minimum>-?\d+) or more",
@@ -37,7 +37,7 @@ _BOUNDS = (
 
 
 def make_schemas() -> dict[str, dict[str, Any]]:
-    """Return the JSON schemas of all bodies and of what they contain, by the name of the struct."""
+    """Return the JSON schemas of all bodies and of the structs in them, by name of the struct."""
     requests = [each.body for each in OPERATIONS.values() if each.body is not None]
     responses: list[Struct] = [
         openai.ErrorBody,
@@ -62,7 +62,7 @@ def reference(kind: Struct) -> dict[str, str]:
 
 
 def fill_constants(text: str, constants: dict[str, object]) -> str:
-    """Return `text` with the values of the constants that it names."""
+    """Return `text` with each name in `constants` replaced by its value."""
     return re.sub(r"\b[A-Z][A-Z_]+\b", lambda name: str(constants.get(name[0], name[0])), text)
 
 
@@ -85,7 +85,7 @@ def _structs(kinds: Iterable[Any]) -> dict[str, Struct]:
 
 
 def _describe(schema: dict[str, Any], kind: Struct) -> None:
-    """Add the comments of the fields of `kind` to its schema, and the bounds in them."""
+    """Add the fields' comments in `kind` to `schema`, as descriptions and as bounds."""
     comments = field_comments(kind)
     for name, field in schema["properties"].items():
         if name in getattr(kind, "UNSUPPORTED", ()):
@@ -97,7 +97,11 @@ def _describe(schema: dict[str, Any], kind: Struct) -> None:
 
 
 def _bound(field: dict[str, Any], bounds: str) -> None:
-    """Add the bounds of a number, or the values of a text, to the schema of a field."""
+    """Add the bounds of a number, or the allowed values of a string, to the schema of a field.
+
+    Args:
+        bounds: text such as `0..2`, `1 or more` or `auto, none`. Other texts are ignored.
+    """
     limits = next((found for each in _BOUNDS if (found := re.fullmatch(each, bounds))), None)
     for branch in field.get("anyOf", [field]):
         target = branch.get("additionalProperties", branch)
@@ -110,8 +114,8 @@ def _bound(field: dict[str, Any], bounds: str) -> None:
 def _describe_response(schema: dict[str, Any]) -> None:
     """Make the schema of a struct describe what the gateway sends, and not what it would accept.
 
-    A field with a default is always sent. A text with a default always has this value. The default
-    UNSET is not in the schema.
+    The gateway always sends a field with a default, and a string always has its default value. This
+    does not apply to the default UNSET, which msgspec leaves out of the schema.
     """
     for name, field in schema["properties"].items():
         if "default" not in field:

@@ -17,7 +17,10 @@ ChunkBody = TypeVar("ChunkBody", bound=GenerationRequest)
 
 
 class ChunkWriter(GenerationWriter[ChunkBody]):
-    """Decides which chunks of a stream have `usage`, and which choices have token ids."""
+    """Base of the writers whose streams consist of OpenAI's chunks.
+
+    It adds `usage` to chunks and token ids to choices, if the request asks for them.
+    """
 
     def closing(self) -> list[msgspec.Struct]:
         return [self._chunk([], self.job.usage())] if self.body.include_usage else []

@@ -16,19 +16,19 @@ from baton_text.requests.parsing import LongRunning
 from baton_text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=LongRunning)
-#: The requests that jobs run.
+#: The requests that a job can run. Each API converts its bodies to one of these types.
 GenerationBody = ChatCompletionRequest | CompletionRequest
 
 #: Limit on the tokens and log-probabilities of a response or chunk that is encoded on the event
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
-#: Responses with more tokens and log-probabilities are encoded one after the other. The encoding of
-#: one takes up to 400 MB.
+#: Responses with more tokens and log-probabilities are encoded one after the other, because the
+#: encoding of one response takes up to 400 MB.
 LARGE_ENTRIES = 2**15
 
 
 class GenerationAPI(abc.ABC, Generic[Body]):
-    """One API that generates text: its path, the requests of its bodies, and its responses.
+    """One API that generates text: its path, its type of body, and the writers of its responses.
 
     Args:
         served_name: name of the served model.
@@ -44,16 +44,22 @@ class GenerationAPI(abc.ABC, Generic[Body]):
         self._tokenizer = tokenizer
 
     def earlier(self, body: Body, client: str | None) -> bytes:
-        """Return, as JSON, the stored messages that a request of `client` continues.
+        """Return, as JSON, the stored messages and responses to which a request of `client` refers.
+
+        The result is empty if the request refers to none, or if the API stores no responses.
 
         Raises:
-            APIError, RequestError: a message is not stored, or belongs to another client.
+            APIError, RequestError: a response is not stored, or belongs to another client.
         """
         return b""
 
     @abc.abstractmethod
     def request(self, body: Body, earlier: bytes) -> GenerationBody:
-        """Return the request of `body`, which continues the `earlier` messages.
+        """Convert `body` to a request that a job can run.
+
+        Args:
+            body: the parsed body.
+            earlier: result of the method `earlier`: the stored messages that the request continues.
 
         Raises:
             RequestError: a field cannot be converted.
@@ -85,7 +91,11 @@ class GenerationWriter(abc.ABC, Generic[Body]):
 
     @abc.abstractmethod
     def response(self, outputs: list[tuple[Choice, TextOutput]]) -> msgspec.Struct:
-        """Return the JSON body of a response that is not streamed."""
+        """Return the body of a response that is not streamed.
+
+        Args:
+            outputs: the choices of the response, each with its complete output.
+        """
 
     @abc.abstractmethod
     def opening(self) -> list[msgspec.Struct]:

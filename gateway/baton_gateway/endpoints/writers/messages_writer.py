@@ -47,10 +47,13 @@ class MessagesAPI(GenerationAPI[MessagesRequest]):
 
 
 class MessagesWriter(GenerationWriter[MessagesRequest]):
-    """Writes messages of blocks: reasoning, text and calls. A stream has one open block at most."""
+    """Writes messages that consist of blocks: reasoning, text and tool calls.
+
+    A stream ends a block before it begins the next block.
+    """
 
     LAST_EVENT = b""
-    #: Number of the open block, or of the last one.
+    #: Index of the open block, or of the last block while no block is open.
     _index = -1
     #: Kind of the open block, or an empty string while no block is open.
     _open = ""
@@ -145,10 +148,10 @@ def _call(name: str, arguments: dict[str, Any]) -> ResponseBlock:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. They are empty if a limit on tokens has cut them off."""
+    """Return the arguments of a tool call; empty if a token limit has cut the JSON off."""
     try:
         arguments = json.loads(text)
-        msgspec.json.encode(arguments)  # half a surrogate has no UTF-8
+        msgspec.json.encode(arguments)  # UTF-8 cannot encode a lone surrogate
     except (ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -33,14 +33,14 @@ from baton_text.responses.responses_api import (
 )
 from baton_text.tokenizer import Tokenizer
 
-#: By the type of an item that has a text: type of its part, and name in its events.
+#: By the type of an item with a text: the type of its content part, which its events also contain.
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 #: Prefix of the ids of items, by the type of the item.
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponsesAPI(GenerationAPI[ResponsesRequest]):
-    """The API that keeps its responses.
+    """The API `/v1/responses`, which stores its responses for later requests.
 
     Args:
         store: the responses of this gateway.
@@ -66,7 +66,9 @@ class ResponsesAPI(GenerationAPI[ResponsesRequest]):
 
 
 class ResponsesWriter(GenerationWriter[ResponsesRequest]):
-    """Writes items: reasoning, messages and calls. A stream has one open item at most.
+    """Writes responses that consist of items: reasoning, messages and tool calls.
+
+    A stream ends an item before it begins the next item.
 
     Args:
         store: keeps the response, unless the request forbids it.
@@ -154,7 +156,7 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
         return event
 
     def _item_event(self, kind: str, item: OutputItem, **fields: Any) -> ResponseEvent:
-        """Return an event of the content of the open item."""
+        """Return an event about the content of `item`, which is the open item."""
         if item.type in _TEXTS:
             fields["content_index"] = 0
         return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
@@ -207,7 +209,7 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
         return events
 
     def _finish(self) -> Response:
-        """Return the complete response, and keep it."""
+        """Return the complete response. Store it, if `_conversation` is set."""
         response = self._response("incomplete" if self._is_truncated else "completed")
         usage = self.job.usage()
         response.usage = ResponseUsage(
@@ -266,7 +268,7 @@ def _part(kind: str, text: str) -> OutputPart:
 
 
 def _answer(output: list[OutputItem]) -> ChatMessage:
-    """Return the items as one message of the conversation, without a call that was cut off."""
+    """Return the items as one message of the assistant, without tool calls that were cut off."""
     message = ChatMessage(role="assistant")
     texts: list[str] = []
     for item in output:

@@ -30,7 +30,7 @@ namespace baton {
 constexpr int64_t ROWS = 64;  // maximum number of rows of a task
 // Maximum number of tokens of a task, if one task has all rows of a sequence and KV head.
 constexpr int64_t SPLIT = 512;
-// With fewer key elements to read, one thread does all work.
+// If a call reads fewer key elements than this number, one thread does all work.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
 // Score of a token that a row does not attend to.
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
@@ -123,7 +123,8 @@ inline Work divide(const Problem& p) {
     return work;
 }
 
-// Scratch memory of one thread. Rows are padded_dim() elements apart, and rows of scores TILE.
+// Scratch memory of one thread. Rows of scores are TILE elements apart. All other rows are
+// padded_dim() elements apart.
 struct Scratch {
     explicit Scratch(const Problem& p)
         : memory(static_cast<float*>(::operator new[](elements(p) * sizeof(float), std::align_val_t(64)))) {
@@ -155,7 +156,7 @@ struct Scratch {
 inline void adjust_scores(const Problem& p, const Task& task, Scratch& scratch, const Tile& tile, int64_t padded_count) {
     int32_t positions[TILE];
     for (int64_t t = 0; t < padded_count; ++t) {
-        // Padding is after every row.
+        // Padding gets a position past all rows, so no row attends to it.
         positions[t] = t < tile.count ? static_cast<int32_t>(tile.position_of(t)) : std::numeric_limits<int32_t>::max();
     }
     for (int64_t row = 0; row < task.num_rows; ++row) {
@@ -184,7 +185,7 @@ inline void softmax_rows(float* scores, int64_t vectors, float* all_largest, flo
         for (int64_t r = 0; r < R; ++r) most[r] = maximum(most[r], load(scores + r * TILE + v * LANES));
     }
     const Floats previous = spread<R>(all_largest), largest = maximum(previous, fold<R>(most, MAXIMUM));
-    // Every weight of a row without a visible key so far is exp(-inf - 0) = 0.
+    // For a row without a visible key so far, each weight is exp(-inf - 0) = 0.
     const Floats reference = largest == splat(HIDDEN) ? Floats{} : largest;
     for (int64_t v = 0; v < vectors; ++v) {
         for (int64_t r = 0; r < R; ++r) {
@@ -217,7 +218,7 @@ inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t be
         const int64_t block = table[index];
         TORCH_CHECK_INDEX(
             block >= 0 && block < p.num_blocks, "block ", block, " of sequence ", task.seq,
-            " does not exist: the cache has ", p.num_blocks
+            " does not exist: the cache's number of blocks is ", p.num_blocks
         );
         return block * p.cache_stride_block + task.kv_head * p.cache_stride_head;
     };
@@ -314,7 +315,8 @@ void attend(
                 continue;
             }
         }
-        // The computation prefetches the rows of a whole tile, so `next` must be a whole tile.
+        // A `next` that is not a whole tile may have too few rows to prefetch. Then the current tile
+        // is prefetched again, which has no effect.
         const Tile& same_or_whole = next.count == TILE ? next : tile;
         with_rows(value_rows, rows_of(keys, same_or_whole), [&](const auto& rows, const auto& to_prefetch) {
             to_prefetch.prefetch_four(0);
@@ -339,7 +341,7 @@ void attend(
     }
 }
 
-// Rescales the partial results to the largest score of all, and adds them.
+// Rescales the partial results to the largest score of all parts, and adds them.
 template <typename T>
 void merge(const Problem& p, const Merge& merge, T* out, const float* partials) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();

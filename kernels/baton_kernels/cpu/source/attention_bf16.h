@@ -24,7 +24,8 @@ bool uses_bf16_products(int64_t num_rows, int64_t head_dim) {
     return MULTIPLIES_BF16 && std::is_same_v<T, BFloat16> && num_rows > 8 && head_dim % (2 * LANES) == 0;
 }
 
-// Transposes LANES vectors of LANES words: exchanges bit S of the lane with bit S of the vector.
+// Transposes LANES vectors of LANES words. Each step exchanges bit S of the lane's index with bit S
+// of the vector's index.
 template <int32_t S = LANES / 2>
 [[gnu::always_inline]] inline void transpose(Words* v) {
     for (int32_t i = 0; i < LANES; ++i) {

@@ -9,9 +9,9 @@ namespace baton {
 constexpr int64_t STRIP = 16, STRIPS = 4;
 constexpr int64_t TILE = STRIP * STRIPS;  // maximum number of tokens
 
-// The tokens of one tile. With 128 floats per token, the keys take 32 KiB. A whole tile is read in
-// strips, one token of each strip in turn, because hardware prefetchers follow several streams
-// best.
+// The tokens of one tile. With 128 floats per token, the keys take 32 KiB. A whole tile is STRIPS
+// strips of STRIP tokens. The first token of each strip is read, then the second token of each
+// strip, and so on, because hardware prefetchers follow several streams best.
 struct Tile {
     int64_t begin, end, count;  // the tile has the `count` positions [begin, end)
     int64_t offsets[TILE];      // offsets of the tokens' rows in the cache, in reading order
@@ -86,10 +86,10 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
 
 // The rows that are used next, to be prefetched. LOCALITY as in __builtin_prefetch().
 //
-// While sixteen rows are computed for R query rows, SHARE<R> of the next rows are prefetched. That
-// is one byte for two products, about the rate of memory. For floats and four query rows, SHARE<R>
-// is 8, half of the sixteen rows. More prefetches would stall the computation. Each group of four
-// query rows prefetches the same rows, so only the first group has an effect.
+// While sixteen rows of the current tile are multiplied by R query rows, SHARE<R> of the next rows
+// are prefetched. That is one byte for two products, about the rate of memory. For floats and four
+// query rows, SHARE<R> is 8. More prefetches would stall the computation. Each group of four query
+// rows prefetches the same rows, so only the first group has an effect.
 //
 // Functions that only prefetch are inlined, because the compiler would remove calls to them.
 template <typename Stored, int LOCALITY>
@@ -97,7 +97,8 @@ class Next {
 public:
     Next(const Rows<Stored>& rows, int64_t head_dim) : rows(rows), row_bytes(head_dim * sizeof(Stored)) {}
 
-    // Prefetches the vectors at d of the share of rows [t, t + T).
+    // Prefetches the vectors at element d of the next rows that are the share of the current rows
+    // [t, t + T).
     template <int64_t R, int64_t T>
     [[gnu::always_inline]] void prefetch_vectors(int64_t t, int64_t d) const {
         const int64_t* offsets = rows.offsets + t * SHARE<R> / 16;
@@ -126,7 +127,7 @@ public:
         const char *from = nullptr, *end = nullptr;
     };
 
-    // Returns a cursor that begins after the share of the tile's first num_rows rows.
+    // Returns a cursor that begins after the share of the first num_rows rows of the current tile.
     template <int64_t R>
     Cursor after(int64_t num_rows) const { return Cursor(*this, num_rows * SHARE<R> / 16); }
 

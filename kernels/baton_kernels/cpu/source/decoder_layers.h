@@ -102,9 +102,9 @@ class DecoderLayers : public torch::CustomClassHolder {
         return {cos.mul(angle_scale_), sin.mul(angle_scale_)};
     }
 
-    // Entries of a layer's list. A projection has three entries: the packed weight, the scales
-    // (quantized weights only) and the bias. Biases and the norms of heads may be missing. A sparse
-    // layer has a router instead of gate-up and down.
+    // Indices into the weights of a layer. A projection has three entries: the packed weight, the
+    // scales (quantized weights only) and the bias. Biases and the norms of heads may be missing. A
+    // sparse layer has a router instead of gate-up and down.
     enum Weight : int64_t {
         INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, ROUTER = 16,
         NUM_WEIGHTS = 17

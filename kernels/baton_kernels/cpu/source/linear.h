@@ -24,7 +24,7 @@ constexpr int64_t PANEL = PANEL_VECTORS * LANES;
 // Rows of a task. The tasks of a panel follow one another, so that the panel stays in a core's
 // cache.
 constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;
-// Distance between a weight that is used and the weight that is prefetched at the same time.
+// Distance from the weight that is used to the weight that is prefetched at the same time.
 constexpr int64_t PREFETCH_BYTES = 4096;
 constexpr int64_t CACHE_LINE = 64;
 constexpr int64_t WEIGHTS_PER_THREAD = 1 << 16;  // minimum work of a thread
@@ -114,13 +114,13 @@ void multiply_tile(
 template <typename T>
 using MultiplyTile = void (*)(Sums, Sums, Matrix<const T>, const T*, int64_t, const char*);
 
-// The function multiply_tile for 1 to TILE_ROWS rows.
+// Returns the instances of multiply_tile for 1 to TILE_ROWS rows.
 template <typename T, int64_t LINES, std::size_t... I>
 constexpr std::array<MultiplyTile<T>, TILE_ROWS> tiles(std::index_sequence<I...>) {
     return {multiply_tile<I + 1, LINES, T>...};
 }
 
-// A packed weight. `Rows` is the form in which its product takes the rows of x.
+// A packed weight. rows() converts rows of x to the form that multiply() takes.
 template <typename T>
 struct PackedMatrix {
     const T* panels;

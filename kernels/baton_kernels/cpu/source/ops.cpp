@@ -60,15 +60,15 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 
-// The caller, ../../block_checksum/__init__.py, checks the arguments. The arguments are no tensors,
-// because torch's dispatcher takes longer than the sum of one block.
+// The caller, ../../block_checksum/__init__.py, checks the arguments. They are not tensors, because
+// torch's dispatcher takes longer than the sum of one block.
 extern "C" void baton_sum_runs(
     uint64_t* sums, const int64_t* addresses, int64_t num_runs, int64_t nbytes, int64_t num_threads
 ) {
     baton::sum_runs(sums, addresses, num_runs, nbytes / 8, num_threads);
 }
 
-// Sets how much memory of freed results is kept for later ones. It is 0 at first.
+// Sets the maximum number of bytes of freed results that are kept for later results. Initially 0.
 extern "C" void baton_keep_freed_results(int64_t max_nbytes) {
     baton::FreedResults::instance().set_max_kept(max_nbytes);
 }

@@ -2,7 +2,7 @@
 //
 // A row is read once for the maxima of its blocks. Filters then read only blocks that may contain
 // tokens to keep. Only tokens near the threshold of top_p are sorted. A token's noise has 52 random
-// bits. The score of a token is computed only if the best token of the block would win with these
+// bits. The score of a token is computed only if the block's best token would win with the same
 // bits.
 #pragma once
 
@@ -60,8 +60,8 @@ struct Winner {
     double score = NOTHING;
     int64_t token = 0;
 
-    // Makes one of `count` tokens the winner if its score is higher. `count` is at most
-    // VOCABULARY_BLOCK. `best` is an upper bound of the tokens' logit / temperature.
+    // Makes one of `count` tokens the winner if its score is higher than `score`. `count` is at
+    // most VOCABULARY_BLOCK. `best` is an upper bound of the tokens' logit / temperature.
     template <typename TokenAt, typename ScaledAt>
     void consider(uint64_t key, double best, int64_t count, const TokenAt& token_at, const ScaledAt& scaled_at) {
         const uint64_t needed = least_mantissa(score - best);
@@ -186,7 +186,7 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const RowPara
                 }
             );
         };
-        consider(vocabulary.best_block());  // before all blocks: a high score excludes most of them
+        consider(vocabulary.best_block());  // first, because a high score excludes most other blocks
         for (int64_t block = 0; block < vocabulary.num_blocks(); ++block) consider(block);
         return winner.token;
     }

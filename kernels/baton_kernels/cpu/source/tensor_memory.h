@@ -24,7 +24,8 @@ struct HugePages {
     char *mapped, *data;
     size_t nbytes;  // from `data` on
 
-    // The rest after the last whole huge page has small pages, unless it almost fills a huge page.
+    // Maps at least nbytes. The rest after the last whole huge page has small pages, unless it
+    // almost fills a huge page.
     static HugePages map(size_t nbytes) {
         if (nbytes % SIZE > SIZE / 8 * 7) nbytes = (nbytes + SIZE - 1) / SIZE * SIZE;
         char* const mapped = static_cast<char*>(
@@ -54,7 +55,7 @@ Tensor empty_weight(at::IntArrayRef shape, const at::TensorOptions& options) {
 
 // Keeps the memory of freed results of operations for later results. malloc keeps no block of
 // 32 MiB or more, so each layer of a long prompt would write to fresh pages. Keeps nothing before
-// the process sets a maximum, because only the process knows how much memory it may use.
+// the process sets a maximum.
 class FreedResults {
   public:
     static constexpr size_t MIN_NBYTES = 32 << 20;
@@ -64,7 +65,7 @@ class FreedResults {
         return results;
     }
 
-    // Returns kept memory of nbytes to 2 * nbytes, or maps memory.
+    // Returns kept memory of at least nbytes and at most 2 * nbytes. If there is none, maps memory.
     HugePages take(size_t nbytes) {
         const std::lock_guard lock(mutex_);
         auto best = kept_.end();

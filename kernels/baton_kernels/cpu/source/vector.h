@@ -124,8 +124,8 @@ inline Floats rounded_to(Floats value) {
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-// Returns the lanes of a shuffle, lane(i) for lane i. Lanes of the second vector follow those of
-// the first.
+// Returns the indices for a shuffle: lane i of the result is input lane `lane(i)`. In a shuffle of
+// two vectors, the lanes of the second vector have the indices from LANES on.
 template <typename Lane, std::size_t... I>
 inline Ints lanes(Lane lane, std::index_sequence<I...>) {
     return Ints{static_cast<int32_t>(lane(static_cast<int32_t>(I)))...};

@@ -25,7 +25,7 @@ from baton_kv_transfer.transports.sockets.peer_server import (
 from baton_kv_transfer.transports.transfer import Region
 from baton_kv_transfer.transports.transport_thread import CopyJob
 
-#: Prefix of the names of the abstract unix sockets. Peers may name no other socket.
+#: Prefix of the names of the abstract unix sockets. An address with another name is refused.
 SOCKET_PREFIX = b"\0baton-kv-"
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 

@@ -23,7 +23,7 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 #: Header of a frame: size of the payload in bytes, kind, number of the transfer.
 _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
-#: Limit of the data moved in one call. This takes about 1 ms, before other sockets are served.
+#: Limit of the data moved in one call, about 1 ms of work. Other sockets are served between calls.
 _MAX_BYTES_PER_CALL = 4 * 2**20
 #: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
@@ -210,7 +210,7 @@ class FramedSocket:
     def _begin_frame(self) -> None:
         self._head, self._messages = self._messages, bytearray()
         if self._waiting:
-            number = next(iter(self._waiting))  # the one that has waited longest
+            number = next(iter(self._waiting))  # the transfer that has waited longest
             rows = self._waiting.pop(number)
             self._head += _HEADER.pack(rows.begin_frame(), DATA, number)
             self._sending = (number, rows)
@@ -294,7 +294,7 @@ class FramedSocket:
         if kind != DATA:
             if nbytes > self.max_payload_bytes:
                 raise ConnectionError(
-                    f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}"
+                    f"a message of {nbytes} bytes exceeds the limit of {self.max_payload_bytes}"
                 )
             return
         if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:

@@ -26,9 +26,9 @@ MAX_UNAUTHENTICATED = 128
 MAX_UNFINISHED = 2**14
 #: Limit of the total size of the requests of one client's unfinished transfers.
 MAX_UNFINISHED_BYTES = 2 * MAX_PAYLOAD_BYTES
-#: Only MAX_UNFINISHED limits requests of up to this size, so that no sum has to be computed.
+#: MAX_UNFINISHED_BYTES is not checked for requests of up to this size. This saves computing a sum.
 _SMALL_REQUEST_BYTES = 4096
-#: A client is disconnected if it does not read answers of this size in total.
+#: A client is disconnected if more than this number of bytes of answers waits to be sent to it.
 MAX_UNSENT_BYTES = 2**24
 #: Pause before the next accept, after the process had no free file descriptor or memory.
 ACCEPT_PAUSE_S = 1.0

@@ -45,7 +45,7 @@ class SocketTransport(Transport, Generic[_Link]):
         return link is not None
 
     def remove_all_peers(self, reason: str) -> None:
-        """Remove all peers, and end their transfers in ERR for this reason."""
+        """Remove all peers, and end their transfers in ERR with the error `reason`."""
         for name in list(self._links):
             link = self._links.pop(name, None)
             if link is not None:

@@ -74,7 +74,7 @@ def require_rdma() -> None:
     if VERBS not in find_components():
         raise ValueError(
             f"kv_transfer.rdma needs a UCX with verbs, and {describe()} has none "
-            "(the wheel libucx-cu12 is built without): use the CUDA image, or install a system UCX "
+            "(the wheel libucx-cu12 has no verbs): use the CUDA image, or install a system UCX "
             "with verbs, 1.17 or newer, and libibverbs, and set "
             "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1; or leave out kv_transfer.rdma"
         )

@@ -82,7 +82,7 @@ class UCXConnection:
         self.error = self.error or reason
 
     def cut(self) -> None:
-        """Close the endpoint by force. Data ends once UCX has completed its requests."""
+        """Close the endpoint by force. Each transfer ends once UCX has completed its requests."""
         self._outbox.clear()
         self._is_cut = True
         self._num_requests += 1

@@ -74,7 +74,7 @@ class DataMessages:
         self.pieces = Pieces(iovec)
         if len(self.pieces) >= 1 << messages.PIECE_BITS:
             raise ValueError(
-                f"{len(self.pieces)} pieces are too many for one transfer: make smaller ones"
+                f"{len(self.pieces)} pieces are too many for one transfer: split the transfer"
             )
         self.error = ""
         self.has_ended = False
@@ -97,7 +97,7 @@ class DataMessages:
     def stop(self, error: str) -> None:
         """Post no more pieces, and cancel the receives that no message has matched.
 
-        The messages end when UCX has completed the requests that it still has.
+        `on_end` is called when UCX has completed the remaining requests.
         """
         self.error = self.error or error
         if self.has_ended:

@@ -2,8 +2,8 @@
 
 All tag messages use these functions, because ucxx cannot send a list of buffers as one message. It
 also cannot cancel one request, close a failed endpoint by force, or name the lanes of an endpoint.
-`cuda_support` of ucxx 0.52 tests the wrong bit and is always true. The struct layouts are those of
-UCX's public headers, 1.17 or newer.
+`cuda_support` of ucxx 0.52 tests the wrong bit and is always true, so libucp is queried instead.
+The struct layouts are those of UCX's public headers, 1.17 or newer.
 """
 
 from __future__ import annotations

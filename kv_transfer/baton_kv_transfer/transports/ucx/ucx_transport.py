@@ -50,7 +50,7 @@ SILENT_TICKS = 10
 #: How long UCX may take to end the requests of a cut connection. After this time, the UCX worker is
 #: replaced.
 RETURN_TIMEOUT_S = 0.5
-#: How long a fence waits for a network on which a new worker can be created.
+#: How long the creation of a new worker is retried. It fails while the network is down.
 NETWORK_TIMEOUT_S = 20.0
 RETRY_S = 0.5
 NOT_LISTENING = (
@@ -96,7 +96,7 @@ class UCXTransport(Transport):
         self._cut: list[UCXConnection] = []
         self._closed: list[int] = []  # sessions whose endpoints failed
         self._worker: UCXWorker | None = None
-        #: While `_cut_all` cuts all connections: why. Empty: connections may be opened.
+        #: Why `_cut_all` has cut all connections. Empty: connections may be opened.
         self._cut_reason = ""
         self._use_worker(self._ucx.create_worker())
         self._thread.progress_also(self._progress)
@@ -111,7 +111,7 @@ class UCXTransport(Transport):
     def remove_peer(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
-            with contextlib.suppress(TransportError):  # if closed, all peers are disconnected
+            with contextlib.suppress(TransportError):  # a closed transport has no connections
                 self._thread.commands.submit(
                     lambda: self._disconnect(peer, f"agent {name} was removed")
                 )
@@ -137,7 +137,7 @@ class UCXTransport(Transport):
             if len(remote) + len(notif) > messages.MAX_MESSAGE_BYTES - 4096:
                 raise ValueError(
                     f"{len(transfer.remote)} descriptors are too many for one transfer: "
-                    "make smaller ones"
+                    "split the transfer"
                 )
             number = secrets.randbits(messages.TRANSFER_BITS)
             data = DataMessages(
@@ -168,7 +168,7 @@ class UCXTransport(Transport):
             logger.warning(LOST_NOTIFICATION, name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
-        """Cut the connection to a removed peer, unless only requests of the peer use it."""
+        """Cut the connection to a removed peer, unless only the peer's own requests use it."""
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
             connection.fail(reason)
@@ -180,7 +180,7 @@ class UCXTransport(Transport):
                 count_outside(data.pieces.iovec, self._context.regions)
                 for data in connection.incoming.values()
             ):
-                connection.fail("memory that was used was deregistered")
+                connection.fail("memory of a transfer in flight was deregistered")
         if self._cut_failed() and not self._wait_for_memory():
             self._replace_worker("UCX did not give back deregistered memory")
 
@@ -318,7 +318,7 @@ class UCXTransport(Transport):
             self._end_outgoing(connection, answer.transfer)
         else:
             outgoing.data.stop(answer.reason)
-            # The data of a short WRITE has ended before the answer.
+            # `stop` does not end the transfer if the data of a short WRITE was already sent.
             self._end_outgoing(connection, answer.transfer)
 
     def _end_outgoing(self, connection: UCXConnection, number: int) -> None:

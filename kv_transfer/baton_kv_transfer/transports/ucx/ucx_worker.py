@@ -73,7 +73,7 @@ class UCXContext:
     def max_eager_bytes(self) -> int:
         """Largest size in bytes of messages that arrive in order.
 
-        0 if an environment variable UCX_RNDV* is set.
+        0 if an environment variable UCX_RNDV* is set, because it may change UCX's thresholds.
         """
         has_thresholds = any(name.startswith("UCX_RNDV") for name in os.environ)
         return 0 if has_thresholds else MAX_EAGER_BYTES

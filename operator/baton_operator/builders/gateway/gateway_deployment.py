@@ -11,7 +11,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.options.config import GATEWAY_METRICS_PORT, GATEWAY_PORT
 
 CONTAINER = "gateway"
-#: Lifetime of the account's token. The kubelet renews the token before.
+#: Lifetime of the account's token in seconds. The kubelet renews the token before it expires.
 TOKEN_LIFETIME_S = 3600
 
 
@@ -34,14 +34,14 @@ def build(resolved: ResolvedService) -> Object:
                 {"name": scheme, "containerPort": GATEWAY_PORT, "protocol": "TCP"},
                 {"name": "metrics", "containerPort": GATEWAY_METRICS_PORT, "protocol": "TCP"},
             ],
-            # Not on the clients' port, which clients can fill with connections.
+            # Probes use the metrics port, because clients can fill the other port with connections.
             "startupProbe": pod.http_probe("/health", period_s=1, failures=120, port="metrics"),
             "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, port="metrics"),
             "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, port="metrics"),
         },
         pod={
             "serviceAccountName": names.gateway_name(resolved.name),
-            # An automatic mount would give the token to the init container, too.
+            # An automatic mount would also give the token to the init container.
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
         },

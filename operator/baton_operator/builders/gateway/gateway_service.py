@@ -11,9 +11,11 @@ from baton_operator.builders.resolved_service import ResolvedService
 def build(resolved: ResolvedService) -> Object:
     """Return the gateway's Service.
 
-    After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both are
-    ready. An annotation shows the gateways that the service is scaled to zero by hand. The
-    gateways' configuration does not contain this, because a change of it would replace their pods.
+    After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both
+    schemes are ready.
+
+    If the service is scaled to zero by hand, the Service has an annotation, which the gateways
+    watch. A field of the gateways' configuration would cause a rollout at each change.
     """
     metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
     if resolved.is_scaled_to_zero_by_hand:

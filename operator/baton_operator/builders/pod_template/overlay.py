@@ -28,7 +28,7 @@ def merge(base: Any, overlay: Any, path: str) -> Any:
 
     Raises:
         ValueError: a field is an object or list in `base`, but not in `overlay`. Or an item of a
-            merged list has no merge key, or two have the same. The message names the field.
+            merged list has no merge key, or two items have the same. The message names the field.
     """
     if isinstance(base, dict):
         if not isinstance(overlay, dict):

@@ -14,7 +14,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 
 #: User and group of all images (see docker/).
 USER_ID = 65532
-#: Time between the end of the component's drain and SIGKILL.
+#: Seconds between the end of the component's drain and SIGKILL.
 TERMINATION_MARGIN_S = 15
 
 
@@ -132,8 +132,9 @@ def _own_template(
         (service_key_secret.volume(resolved), service_key_secret.mount()),
         *extra,
         ({"name": "tmp", "emptyDir": {}}, {"name": "tmp", "mountPath": "/tmp"}),
-        # Last, because an apply appends a mount with a new path. Otherwise a Deployment would not
-        # find the ReplicaSet of the earlier model when an edit of model.uri is undone.
+        # The model's mount is last, because server-side apply appends a mount with a new path. In
+        # another position, an edit of model.uri would change the order of the mounts, and undoing
+        # the edit would not restore it. The Deployment would then not find the earlier ReplicaSet.
         (source.volume, source.mount),
     ]
     container = {
@@ -196,7 +197,7 @@ def _merge_overlay(
 
 
 def _named_secrets(resolved: ResolvedService) -> set[str]:
-    """Return the names of the service's key and of the Secrets in fields of the spec."""
+    """Return the names of the service's Secrets: its key, and those that the spec names."""
     model, gateway = resolved.spec.model, resolved.spec.gateway
     in_gateway = (gateway.api_keys, gateway.tls, gateway.ingress and gateway.ingress.tls)
     found = [model.credentials_secret, *(each.secret_name for each in in_gateway if each)]

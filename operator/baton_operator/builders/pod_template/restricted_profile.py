@@ -183,7 +183,7 @@ def check(
 
 
 def _check_profile(own: Object, merged: Object, path: str) -> None:
-    # Volumes of Baton's own, which `Restrictions.check_host_paths` has checked, are left out.
+    # Baton's own volumes are left out: `Restrictions.check_host_paths` has checked them.
     spec = merged["spec"]
     volumes = spec.get("volumes")
     if isinstance(volumes, list):
@@ -201,7 +201,7 @@ def _check_profile(own: Object, merged: Object, path: str) -> None:
 def _check_host_path_mounts(
     own: Object, merged: Object, path: str, restrictions: Restrictions
 ) -> None:
-    """Raise ValueError if a folder of nodes that pods may only read is mounted writable."""
+    """Raise ValueError if the overlay mounts a read-only hostPath volume as writable."""
     read_only = [
         volume["name"]
         for volume in own["spec"]["volumes"]
@@ -227,7 +227,8 @@ def _check_credentials(
     for steps, key, value in _objects(merged["spec"], (f"{path}.spec",)):
         field = "".join(steps)
         if "secret" in key.lower():
-            # Check both names. Only one is a field here, and the API server ignores the other.
+            # The Secret is named by `secretName` or by `name`, depending on the kind of reference.
+            # The API server ignores the other one, so both are checked.
             found = [value[each] for each in ("secretName", "name") if each in value]
             if not found or not all(isinstance(name, str) and name in secrets for name in found):
                 raise must_be("a Secret that another field of the service names", field, value)

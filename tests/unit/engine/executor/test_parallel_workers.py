@@ -61,7 +61,7 @@ def test_external_launcher_ranks_give_the_tokens_of_one_process(
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "message"),
     [
-        (1, 2, r"have all layers and pipeline_parallel_size is 2; set it to 1 "),
+        (1, 2, r"have all layers, and pipeline_parallel_size is 2; set it to 1 "),
         (8, 1, r"tensor_parallel_size is 8 and the model has \d KV heads, but .*lower tensor_"),
     ],
 )

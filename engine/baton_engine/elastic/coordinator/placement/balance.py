@@ -22,7 +22,8 @@ from baton_protocol.topology import ExpertLoads, Generation, Placement, Status, 
 
 logger = logging.getLogger(__name__)
 
-#: The imbalance of a new placement must be less than this fraction of the measured one.
+#: Experts are rebalanced only if the imbalance of the new placement is less than this fraction of
+#: the measured imbalance.
 WORTHWHILE = 0.95
 #: Minimum number of expert choices per rank and layer in a window. A token that is sent to k
 #: experts counts as k choices. With fewer choices, chance alone makes the loads of ranks differ by
@@ -82,8 +83,9 @@ class Balance:
         Args:
             members: ranks of the new generation.
             present: the current generation.
-            keep: leave experts where they are and place only lost copies, because the group waits
-                for this placement. The next placement restores balance and redundant copies.
+            keep: whether experts stay where they are, and only lost copies are placed. The group
+                waits for such a placement, so few experts move. The next placement restores balance
+                and redundant copies.
             loads: loads of the experts. None: the loads since the start of `present`.
 
         Raises:
@@ -111,7 +113,7 @@ class Balance:
         )
 
     def expert_bytes(self, members: Iterable[TopologyMember]) -> int:
-        """Return the size of one expert. 0: unknown, because a member does not report the size."""
+        """Return the size of one expert in bytes. 0: a member does not report the size."""
         return min(status.expert_bytes for status in self._statuses(members))
 
     def due(self, present: Generation, now: float) -> Rebalancing | None:
@@ -141,8 +143,9 @@ class Balance:
     def _within_limit(self, placement: Placement, present: Generation, loads: Loads) -> Placement:
         """Return a placement whose moves do not exceed `rebalance_max_move_bytes`.
 
-        The result is `placement` if its moves are within this limit. Otherwise it is the present
-        placement after the moves that reduce the imbalance most.
+        The result is `placement` if its moves are within this limit. Otherwise the result is the
+        present placement after the moves that reduce the imbalance most. If the size of an expert
+        is unknown, no expert moves.
         """
         limit = self._config.rebalance_max_move_bytes
         if not limit:
@@ -215,7 +218,7 @@ class Balance:
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
     """Return a generation's placement and the instance ids of its ranks.
 
-    The result is None if `generation` is None. `plan_placement` takes it as `previous`.
+    `plan_placement` takes the pair as `previous`. The result is None if `generation` is None.
     """
     if generation is None:
         return None
@@ -223,7 +226,12 @@ def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]]
 
 
 def fits(loads: ExpertLoads, shape: list[int]) -> bool:
-    """Return whether a report has this number of experts per layer, and no negative number."""
+    """Return whether a report has this shape, and no negative number of tokens.
+
+    Args:
+        loads: the report.
+        shape: number of experts in each sparse layer.
+    """
     return list(map(len, loads.tokens)) == shape and all(
         min(layer, default=0) >= 0 for layer in loads.tokens
     )

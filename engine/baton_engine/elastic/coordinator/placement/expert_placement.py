@@ -19,9 +19,10 @@ therefore
 
 No packing of these copies has a heaviest rank below max(mean, w).
 
-With a previous placement, survivors keep their experts, only missing copies are packed, and surplus
-copies are dropped. The tolerance limits how much heavier the heaviest rank may be than the heaviest
-rank of a new placement. If swaps do not reach this limit, the new placement is used.
+With a previous placement, ranks keep the experts that they had, only missing copies are packed, and
+surplus copies are dropped. The result is compared with a fresh placement, which is computed without
+the previous placement. The tolerance limits how much heavier the heaviest rank may be than the
+heaviest rank of the fresh placement. If swaps do not reach this limit, the fresh placement is used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from baton_protocol.topology import Placement
 
 #: Default of the argument `tolerance` of `plan_placement`.
 TOLERANCE = 0.05
-#: Swaps end at this distance to the lower bound, as a fraction of the bound.
+#: Swaps end when the load of the heaviest rank exceeds its lower bound by at most this fraction of
+#: the bound.
 FINE = 0.01
 
 #: [rank][slot]: expert, in any order of slots.
@@ -62,8 +64,8 @@ def plan_placement(
         loads: [layer][expert], tokens. None: all experts have the same load.
         previous: a placement and the instance ids of its ranks.
         tolerance: limit of the heaviest rank's load. With 0.1, the load may be 10% higher than the
-            load of the heaviest rank of a new placement. A higher value moves fewer experts. With
-            infinity no expert moves for balance alone.
+            load of the heaviest rank of a placement without `previous`. A higher value moves fewer
+            experts. With infinity no expert moves for balance alone.
 
     Raises:
         ValueError: the arguments contradict each other.
@@ -255,7 +257,8 @@ class _Packing:
             surplus[expert] += 1
         load = [sum(self.weights[expert] for expert in experts) for experts in self.held]
         heavy_first = sorted(range(len(self.held)), key=lambda rank: (-load[rank], rank))
-        # Surplus copies are dropped first by ranks with too few slots, then by the heavier ranks.
+        # Surplus copies are dropped first by ranks with more experts than slots, then by all ranks.
+        # Heavier ranks come first.
         for least in (self.num_slots, 0):
             for rank in heavy_first:
                 for expert in kept[rank][:]:
@@ -315,12 +318,12 @@ class _Packing:
             self._add(back, heavy)
 
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
-        """Return the best swap of an expert on `heavy` for one on `light`; None if no swap helps.
+        """Return the best swap of an expert on `heavy` with one on `light`; None if no swap helps.
 
         A swap helps if afterwards both ranks have less load than `heavy` has now. Among the swaps
-        after which both loads are at most `good_enough`, the best is the one with which the two
-        ranks receive the fewest experts. If there is none, the best swap has the lowest maximum of
-        both loads.
+        after which both loads are at most `good_enough`, the best swap is the swap with which the
+        two ranks receive the fewest experts. If there is no such swap, the best swap has the lowest
+        maximum of both loads.
 
         Returns:
             (expert that leaves `heavy`, expert that leaves `light`).
@@ -346,11 +349,11 @@ class _Packing:
         """Assign `expert` to a full rank in place of another expert, and return the other expert.
 
         Call this method if every rank with a free slot already holds `expert`. `rank` is one of
-        these ranks. It does not hold the returned expert, and can therefore take it.
+        these ranks. `rank` does not hold the returned expert, and can therefore take it.
 
-        Such an expert always exists. A copy of `expert` is unassigned, so at least one full rank
-        does not hold `expert`, but holds num_slots other experts. `rank` holds at most
-        num_slots - 2 of them.
+        An expert to return always exists. A copy of `expert` is unassigned, so at least one full
+        rank does not hold `expert`, but holds num_slots other experts. `rank` holds at most
+        num_slots - 2 of these, because it has a free slot and holds `expert`.
         """
         # Prefer experts that `full` did not hold before. They move anyway.
         choices = (

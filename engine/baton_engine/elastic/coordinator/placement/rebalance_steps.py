@@ -3,14 +3,15 @@
 A step takes load from the heaviest rank of one layer:
 
 swap   the heaviest rank and a lighter rank exchange two experts (2 moves)
-copy   a lighter rank replaces one of several copies of an expert by a copy of an expert of the
-       heaviest rank (1 move)
+copy   a lighter rank drops an expert of which other ranks have copies, and receives a copy of an
+       expert of the heaviest rank (1 move)
 
 Steps keep the number of slots of each rank, and at least one copy of each expert. Over all layers,
 the step that decreases the sum of squared rank loads most per move comes first. The squares give
 priority to the ranks that are furthest above the mean.
 
-No step makes a rank as heavy as the heaviest rank was, so no layer's imbalance increases.
+After a step, each changed rank is lighter than the heaviest rank was before the step. Therefore no
+layer's imbalance increases.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import NamedTuple
 from baton_engine.elastic.coordinator.placement.expert_placement import TOLERANCE, fill_slots
 from baton_protocol.topology import Placement
 
-#: Minimum decrease of the heavier load by a step, as a fraction of the mean load of the ranks.
-#: Smaller steps could follow noise in the measured loads.
+#: A step must decrease the load of the heaviest rank by at least this fraction of the mean rank
+#: load. A smaller decrease can be noise in the measured loads.
 MIN_DECREASE = 0.02
 
 
@@ -73,7 +74,7 @@ class _Step(NamedTuple):
     #: Decrease of the sum of squared rank loads, in units of the mean load squared, per move.
     value: float
     #: Number of experts that ranks must receive for this step. Negative: the step returns experts
-    #: to ranks that held these experts before.
+    #: to ranks that held these experts before the rebalance.
     moves: int
     is_swap: bool
     heavy: int
@@ -89,7 +90,7 @@ class _Layer:
         self.ranks = [set(experts) for experts in slots]
         self.is_changed = False
         self._before = [frozenset(experts) for experts in slots]
-        # Ranks hold an expert twice only if they hold all experts.
+        # Ranks hold an expert twice only if they hold all experts. Then no step can help.
         self._is_fixed = any(len(set(experts)) < len(experts) for experts in slots)
         self._load = load
         self._holders: list[set[int]] = [set() for _ in load]
@@ -100,9 +101,10 @@ class _Layer:
         self._rank_loads = [sum(map(self._weight, experts)) for experts in self.ranks]
 
     def best_step(self, max_moves: int) -> _Step | None:
-        """Return the best step of at most `max_moves` moves between the heaviest and a light rank.
+        """Return the best step of at most `max_moves` moves that takes load from the heaviest rank.
 
-        The lightest rank for which a step exists is used.
+        The load goes to the lightest rank for which a step exists. None: no such step exists, or
+        the layer is balanced.
         """
         if self._is_fixed:
             return None
@@ -126,7 +128,10 @@ class _Layer:
         self.is_changed = True
 
     def _steps(self, heavy: int, light: int) -> Iterator[_Step]:
-        """Yield, for each expert of `heavy`, the two best swaps and the best copy, if they help."""
+        """Yield, for each expert of `heavy`, the two best swaps and the best copy.
+
+        Steps that decrease the load of `heavy` too little are left out.
+        """
         only_heavy = sorted(self.ranks[heavy] - self.ranks[light])
         by_weight = sorted(
             self.ranks[light] - self.ranks[heavy], key=lambda each: (self._weight(each), each)
@@ -140,7 +145,7 @@ class _Layer:
         )
         wanted = (self._rank_loads[heavy] - self._rank_loads[light]) / 2
         for there in only_heavy:
-            # The best swap makes both ranks equally heavy.
+            # An ideal swap makes both ranks equally heavy.
             place = bisect.bisect_left(weights, self._weight(there) - wanted)
             for back in by_weight[max(0, place - 1) : place + 1]:
                 yield from self._if_it_helps(heavy, there, light, back, is_swap=True)
