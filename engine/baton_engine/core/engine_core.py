@@ -120,7 +120,7 @@ class EngineCore(UtilityMethods):
 
     def step(self) -> list[EngineCoreOutput]:
         """Run a step to its end, and return the outputs for clients."""
-        runs = self._can_step()
+        runs = self._can_start
         if runs:
             self._start_step()
             self._finish_oldest()
@@ -128,27 +128,25 @@ class EngineCore(UtilityMethods):
         return self._end_step(runs)
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step unless the queue is full, finish the oldest step and return outputs.
+        """Start a step unless the queue is full, finish the oldest step and return the outputs.
 
-        The call does not wait for the oldest step if three conditions hold: the call has started a
-        step with content (see `_start_step`), the queue has room for another step, and the oldest
-        step still runs. The next call then starts another step.
+        If the queue still has room and the oldest step still runs, the call returns without
+        waiting, so that the next call starts another step.
 
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
-        started = self._can_step() and self._has_room and self._start_step()
+        started = self._can_start and self._start_step()
         runs = bool(self._in_flight)
-        may_start_another = started and self._has_room and not self._in_flight[0].output.done()
-        if runs and not may_start_another:
+        if runs and not (started and self._has_room and self._oldest_runs):
             self._finish_oldest()
             self._pause.advance()
         return self._end_step(runs)
 
     def _start_step(self) -> bool:
-        """Schedule a step, and execute it without waiting for its output.
+        """Schedule a step, and execute it without waiting for the output.
 
-        A step without content is executed only if no other step is in flight. Its output reports
-        the KV transfers that have ended, and so does the output of any step in flight.
+        A step without content only reports ended KV transfers. It is not executed if another step
+        is in flight, because that step reports them too.
 
         Returns:
             Whether the step has content: work for the model runner, or metadata for the connector.
@@ -199,8 +197,15 @@ class EngineCore(UtilityMethods):
         """Whether one more step may be in flight."""
         return len(self._in_flight) < self.executor.max_concurrent_batches
 
-    def _can_step(self) -> bool:
-        return self.scheduler.has_work and not self._pause.memory_dropped
+    @property
+    def _can_start(self) -> bool:
+        """Whether a step may start now."""
+        return self.scheduler.has_work and self._has_room and not self._pause.memory_dropped
+
+    @property
+    def _oldest_runs(self) -> bool:
+        """Whether the workers have not returned the output of the oldest step in flight yet."""
+        return not self._in_flight[0].output.done()
 
     # Requests
 

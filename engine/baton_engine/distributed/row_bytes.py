@@ -22,7 +22,7 @@ class RowBytes(NamedTuple):
 def row_bytes(
     rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], size: int
 ) -> RowBytes:
-    """Return the byte tensors and byte counts for an all_to_all of rows.
+    """Return the tensors and byte counts with which an all_to_all sends and receives rows.
 
     The arguments are those of `Group.all_to_all`, and the size of the group.
 

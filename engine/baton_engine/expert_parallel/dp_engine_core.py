@@ -386,7 +386,7 @@ class DPEngineCore(EngineCore):
 
     def step(self) -> list[EngineCoreOutput]:
         self.advance()
-        runs = self._must_step or self._can_step()
+        runs = self._must_step or self._can_start
         if runs:
             try:
                 self._vote_and_run()

@@ -137,8 +137,9 @@ class BlockPool:
         """Remove one reference from each block of a sequence.
 
         A block that is now without references enters the free list: an uncached block at the head,
-        to be allocated next, and a cached block at the tail. The last block of the sequence enters
-        first, because requests share the first blocks more often.
+        to be allocated next, and a cached block at the tail. Of the cached blocks, the last block
+        of the sequence is allocated again first, because requests share the first blocks more
+        often.
 
         Args:
             blocks: in the order of the sequence.

@@ -7,9 +7,9 @@ these copies in the order that `executor/step.py` describes.
 Workers must read a block before they overwrite it. Therefore callers must not do the following
 within one step:
 
-- swap out a block after it was made writable,
-- swap in after they have freed blocks that a copy of the same step reads or writes, because the
-  swap could write to these blocks,
+- swap out a block after `make_writable` has returned a copy to it,
+- free blocks that a copy of the step reads or writes, and then swap in: the swap could write to
+  these blocks,
 - swap out after swapping in.
 """
 

@@ -1,7 +1,8 @@
 """Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
 `schedule()` builds the next step: running requests continue, then others join the batch. Admission
-and preemption decide which requests move, and `RequestLifecycle` applies their decisions.
+decides which requests join, preemption which requests lose their blocks or get them back, and
+`RequestLifecycle` applies these decisions.
 `update_from_output()` applies the results of a step and returns outputs for clients. No
 collaborator calls the scheduler.
 
@@ -97,8 +98,8 @@ class Scheduler:
         """Fill a step with requests, within token budget, places in the batch and KV memory.
 
         1. Running requests continue: decodes first, then prompt chunks.
-        2. Requests whose KV has been loaded join the batch. They hold memory that swapped requests
-           may need.
+        2. Requests whose KV has been loaded join the batch. They come before swapped requests,
+           because they hold blocks that swapped requests may need.
         3. Swapped requests get blocks back, to run from the next step on.
         4. If no request is swapped out, waiting requests join the batch or start to load KV.
 
@@ -301,9 +302,9 @@ class Scheduler:
     def discard(self, step: SchedulerOutput) -> None:
         """Undo the tokens of the newest step in flight, so that later steps run these tokens.
 
-        Call this if the step was not executed, or if its tokens failed. The step's other changes,
-        such as block copies, are not undone, and workers must apply them exactly once. If the step
-        was not executed, execute `step.without_tokens()`.
+        Call this if workers did not get the step, or if its tokens failed. The step's other
+        changes, such as block copies, are not undone, and workers must apply them exactly once. If
+        workers did not get the step, send them `step.without_tokens()`.
         """
         self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)

@@ -12,7 +12,7 @@ class ReasoningFormat:
     Args:
         start: precedes the reasoning.
         end: follows the reasoning.
-        next: separates `end` from the rest of the reply.
+        next: stands between `end` and the content, such as a line break.
         may_repeat: reasoning may also follow content.
     """
 

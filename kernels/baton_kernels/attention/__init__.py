@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 #: triton: on a GPU, and in tests in Triton's interpreter.
 #: cpp: on a CPU with compiled operations.
 #: torch: on a CPU without compiled operations. It supports no soft cap and no fp8 caches.
-#: reference: on a CPU, for options that neither cpp nor torch supports there.
+#: reference: on a CPU, for options that neither cpp nor torch supports.
 Implementation = Literal["triton", "cpp", "torch", "reference"]
 
 

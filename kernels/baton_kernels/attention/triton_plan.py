@@ -59,7 +59,8 @@ def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -
     Args:
         decode: whether the queries of each sequence fit into one query block, or the average number
             of queries per sequence is at most 4.
-        rows: minimum number of rows of a query block. Rows and key tiles compete for shared memory.
+        rows: minimum number of rows of a query block. The more rows, the less shared memory is left
+            for key tiles.
         head_dim: dimension of a head.
         kv_dtype: dtype of the KV cache.
     """
@@ -105,7 +106,9 @@ def _num_sms(device: torch.device) -> int:
 class Launch(NamedTuple):
     """The grids, constants and workspace of a step's launches."""
 
-    items: int  #: Programs per KV head: one per query block, per sequence or per segment.
+    #: Number of programs per KV head. A program computes a query block; or, in decode steps, a
+    #: sequence or a segment of one.
+    items: int
     target_segments: int  #: 0: no sequence is split.
     max_queries: int  #: Upper bound of a sequence's queries if one query block holds them, else 1.
     shared: dict[str, int]  #: Constants of both kernels.

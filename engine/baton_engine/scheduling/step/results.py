@@ -55,7 +55,7 @@ class StepResults:
                 )
             if start < sequence.num_prompt_tokens:
                 self.counters.prompt_tokens_computed += min(end, sequence.num_prompt_tokens) - start
-            if num_preemptions == sequence.num_preemptions:  # else `blocks` has lost the KV
+            if num_preemptions == sequence.num_preemptions:  # else the blocks were freed
                 self.kv.cache_blocks(sequence, end)
             if has_optional_outputs:
                 self.outputs.join_optional_outputs(
