@@ -17,8 +17,6 @@ from __future__ import annotations
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.decisions import (
     Admitted,
-    AdmittedLoaded,
-    AdmittedSharing,
     LazyDecisions,
     LoadStarted,
     Preempted,
@@ -44,7 +42,7 @@ class BatchAdmission:
 
     def admit_loaded(
         self, step: StepBuilder
-    ) -> LazyDecisions[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
+    ) -> LazyDecisions[Admitted | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
         A request in the queue `waiting` starts first if it precedes the loaded request in order.
@@ -65,20 +63,18 @@ class BatchAdmission:
                     yield decision
                     continue
             if self.kv.can_allocate(first, first.num_tokens):
-                yield AdmittedLoaded(first)
+                yield Admitted(first)
             else:  # the prefill stage sent more tokens than the load reserved blocks for
                 yield Preempted(first)
 
-    def admit(
-        self, step: StepBuilder
-    ) -> LazyDecisions[Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted]:
+    def admit(self, step: StepBuilder) -> LazyDecisions[Admitted | WaitsForPrompt | LoadStarted]:
         """Yield decisions to start waiting requests or KV loads, until one of them does not fit."""
         while True:
             to_load = self.queues.waiting_to_load.peek()
             to_run = self.queues.waiting.peek() if step.budget > 0 else None
             if to_run is not None and not self.running.has_places(to_run.max_seqs):
                 to_run = None
-            decision: Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted | None = None
+            decision: Admitted | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
                 decision = self._start_load(
                     to_load, keep_for=self.queues.waiting.first_before(to_load)
@@ -89,9 +85,7 @@ class BatchAdmission:
                 return
             yield decision
 
-    def _admit_first(
-        self, request: Request, step: StepBuilder
-    ) -> Admitted | AdmittedSharing | WaitsForPrompt | None:
+    def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
         """Return the decision to start `request`, the first of `waiting`, or to make it wait.
 
         A request waits while another request of its group computes or loads the group's prompt.
@@ -133,7 +127,7 @@ class BatchAdmission:
             return None
         return Admitted(request, cached)
 
-    def _admit_sharing(self, request: Request, source: Request) -> AdmittedSharing | None:
+    def _admit_sharing(self, request: Request, source: Request) -> Admitted | None:
         """Return the decision to admit a request that shares the prompt blocks of `source`.
 
         Returns:
@@ -144,7 +138,7 @@ class BatchAdmission:
         num_new = kv.num_blocks_for(request.num_tokens) - num_full_blocks
         if num_new + self._keep_free > kv.num_free_blocks:
             return None
-        return AdmittedSharing(request, source)
+        return Admitted(request, source=source)
 
     @property
     def _keep_free(self) -> int:

@@ -11,7 +11,7 @@ each decoded token made the engine core take 20 % more time per request and step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
@@ -20,25 +20,13 @@ from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishRe
 
 
 class Admitted(NamedTuple):
-    """A waiting request joins the batch. Enough blocks are free for all its tokens."""
+    """A waiting or loaded request joins the batch. Enough blocks are free for all its tokens."""
 
     request: Request
     #: Leading blocks that are in the prefix cache.
-    cached: list[CachedBlock]
-
-
-class AdmittedSharing(NamedTuple):
-    """A waiting request joins the batch and shares the prompt blocks of another request."""
-
-    request: Request
-    #: Request of the same `SampleGroup`, whose prompt blocks `request` shares.
-    source: Request
-
-
-class AdmittedLoaded(NamedTuple):
-    """A request whose KV has been loaded joins the batch."""
-
-    request: Request
+    cached: Sequence[CachedBlock] = ()
+    #: Request of the same `SampleGroup` whose prompt blocks `request` shares, or None.
+    source: Request | None = None
 
 
 class WaitsForPrompt(NamedTuple):
@@ -116,14 +104,4 @@ _Decision = TypeVar("_Decision")
 LazyDecisions = Iterator[_Decision]
 
 #: Decisions that fill a step.
-Decision = (
-    Admitted
-    | AdmittedSharing
-    | AdmittedLoaded
-    | WaitsForPrompt
-    | LoadStarted
-    | Preempted
-    | SwappedOut
-    | SwappedIn
-    | Finished
-)
+Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | SwappedIn | Finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
@@ -50,32 +51,36 @@ class RequestLifecycle:
 
     # Start
 
-    def start(self, request: Request, cached: list[CachedBlock]) -> None:
-        """Add a waiting request to the batch, with the KV of the `cached` blocks."""
-        sequence = request.sequences[0]
-        self._allocate(sequence, sequence.num_tokens, cached)
-        if request.may_reuse_kv:
-            self._count_lookup(request, sequence)
-        self.state.groups.lead(request)
-        self._join_batch(request, sequence)
+    def start(
+        self,
+        step: StepBuilder,
+        request: Request,
+        cached: Sequence[CachedBlock],
+        source: Request | None,
+    ) -> None:
+        """Add a request to the batch, with blocks for all its tokens.
 
-    def start_sharing(self, step: StepBuilder, request: Request, source: Request) -> None:
-        """Add a request to the batch, with the prompt blocks of `source`.
-
-        The block copies that this requires are added to `step`.
+        Args:
+            step: receives the block copies that shared blocks require.
+            cached: leading blocks that are in the prefix cache.
+            source: request whose prompt blocks `request` shares.
         """
-        self.state.kv.fork(source, request, request.num_shared_tokens)
-        request.num_computed_tokens = request.num_shared_tokens
-        copies = step.reserve(request, request.num_tokens)
-        assert copies is not None, "the decision has counted the blocks"
-        step.output.block_copies += copies
-        self._join_batch(request, request)
-
-    def start_loaded(self, request: Request) -> None:
-        """Add a request whose KV has been loaded to the batch."""
-        allocated = self.state.kv.allocate(request, request.num_tokens)
-        assert allocated, "the decision has counted the blocks"
-        self._join_batch(request, request)
+        sequence, kv = request.sequences[0], self.state.kv
+        if source is not None:
+            kv.fork(source, request, request.num_shared_tokens)
+            request.num_computed_tokens = request.num_shared_tokens
+            copies = step.reserve(request, request.num_tokens)
+            assert copies is not None, "the decision has counted the blocks"
+            step.output.block_copies += copies
+        elif request.has_loaded_kv:
+            allocated = kv.allocate(request, request.num_tokens)
+            assert allocated, "the decision has counted the blocks"
+        else:
+            self._allocate(sequence, sequence.num_tokens, cached)
+            if request.may_reuse_kv:
+                self._count_lookup(request, sequence)
+            self.state.groups.lead(request)
+        self._join_batch(request, sequence)
 
     def start_load(self, request: Request, cached: list[CachedBlock]) -> None:
         """Start to load the KV of a request's prompt, except the `cached` blocks."""
@@ -114,7 +119,7 @@ class RequestLifecycle:
         self.state.running.add(request)
         self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
-    def _allocate(self, sequence: Request, num_tokens: int, cached: list[CachedBlock]) -> None:
+    def _allocate(self, sequence: Request, num_tokens: int, cached: Sequence[CachedBlock]) -> None:
         """Allocate the blocks of a sequence that starts with the KV of `cached`."""
         allocated = self.state.kv.allocate(sequence, num_tokens, cached)
         assert allocated, "the decision has counted the blocks"

@@ -24,8 +24,6 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.batch_admission import BatchAdmission
 from baton_engine.scheduling.decisions import (
     Admitted,
-    AdmittedLoaded,
-    AdmittedSharing,
     Decision,
     Finished,
     LoadStarted,
@@ -196,15 +194,9 @@ class Scheduler:
         moved = False
         for decision in decisions:
             match decision:
-                case Admitted(request, cached):
-                    self._lifecycle.start(request, cached)
+                case Admitted(request, cached, source):
+                    self._lifecycle.start(step, request, cached, source)
                     self._run_chunk(step, request.sequences[0])
-                case AdmittedSharing(request, source):
-                    self._lifecycle.start_sharing(step, request, source)
-                    self._run_chunk(step, request)
-                case AdmittedLoaded(request):
-                    self._lifecycle.start_loaded(request)
-                    self._run_chunk(step, request)
                 case LoadStarted(request, cached):
                     self._lifecycle.start_load(request, cached)
                 case WaitsForPrompt(request):

@@ -9,8 +9,6 @@ import pytest
 from baton_engine.scheduling.batch_admission import BatchAdmission
 from baton_engine.scheduling.decisions import (
     Admitted,
-    AdmittedLoaded,
-    AdmittedSharing,
     LoadStarted,
     Preempted,
     WaitsForPrompt,
@@ -84,13 +82,13 @@ ADMITTED: Cases = {
     ),
     "a sample shares the prompt of another one, except the block of the last token": (
         [running("s1", **SAMPLE), waiting("s2", **SAMPLE)], {"num_free": 1},
-        (AdmittedSharing, "s2", "s1"),
+        (Admitted, "s2", "s1"),
     ),
     "a sample waits for a block for the last token": (
         [running("s1", **SAMPLE), waiting("s2", **SAMPLE)], {"num_free": 0}, None,
     ),
     "a sample shares the prompt of one that has loaded it": (
-        [loaded("s1", **SAMPLE), waiting("s2", **SAMPLE)], {}, (AdmittedSharing, "s2", "s1"),
+        [loaded("s1", **SAMPLE), waiting("s2", **SAMPLE)], {}, (Admitted, "s2", "s1"),
     ),
     "a sample with prompt_logprobs computes the prompt again": (
         [running("s1", **SAMPLE), waiting("s2", prompt_logprobs=0, **SAMPLE)], {},
@@ -175,9 +173,9 @@ def test_a_prompt_that_exceeds_the_budget_of_the_step(
 
 
 LOADED: Cases = {
-    "a loaded request joins": ([loaded("l")], {}, (AdmittedLoaded, "l")),
+    "a loaded request joins": ([loaded("l")], {}, (Admitted, "l")),
     "the first loaded request in order joins": (
-        [loaded("k"), loaded("l", priority=-1)], {}, (AdmittedLoaded, "l"),
+        [loaded("k"), loaded("l", priority=-1)], {}, (Admitted, "l"),
     ),
     "no loaded request joins a full batch": (
         [running("x"), loaded("l")], {"max_num_seqs": 1}, None,
@@ -186,22 +184,22 @@ LOADED: Cases = {
         [waiting("a"), loaded("l")], {}, (Admitted, "a"),
     ),
     "a later waiting request does not join first": (
-        [loaded("l"), waiting("a")], {}, (AdmittedLoaded, "l"),
+        [loaded("l"), waiting("a")], {}, (Admitted, "l"),
     ),
     "an earlier waiting request without memory does not delay loaded ones": (
-        [waiting("a"), loaded("l")], {"num_free": 1}, (AdmittedLoaded, "l"),
+        [waiting("a"), loaded("l")], {"num_free": 1}, (Admitted, "l"),
     ),
     "an earlier beam search keeps the places that are free, until it has enough": (
         [running("x"), waiting("a", beam_width=2), loaded("l")], {"max_num_seqs": 2}, None,
     ),
     "a waiting request behind one that will load does not join first": (
-        [to_load("k"), waiting("a"), loaded("l")], {}, (AdmittedLoaded, "l"),
+        [to_load("k"), waiting("a"), loaded("l")], {}, (Admitted, "l"),
     ),
     "while requests are swapped out, no waiting request joins first": (
-        [swapped("s"), waiting("a"), loaded("l")], {}, (AdmittedLoaded, "l"),
+        [swapped("s"), waiting("a"), loaded("l")], {}, (Admitted, "l"),
     ),
     "a loaded request gets a block for the tokens that exceed its blocks": (
-        [loaded("l", num_more_tokens=1)], {"num_free": 1}, (AdmittedLoaded, "l"),
+        [loaded("l", num_more_tokens=1)], {"num_free": 1}, (Admitted, "l"),
     ),
     "a loaded request without such a block is preempted": (
         [loaded("l", num_more_tokens=1)], {"num_free": 0}, (Preempted, "l"),
