@@ -202,13 +202,13 @@ class KubeClient:
         match = _given(
             resourceVersion=not_older_than, resourceVersionMatch=not_older_than and "NotOlderThan"
         )
-        items: list[Object] = []
+        found: list[Object] = []
         while True:
             page = await self._request("list", "GET", path, query=[*query, *match], budget=budget)
-            items += page.get("items") or []
+            found += page.get("items") or []
             metadata = page.get("metadata") or {}
             if not metadata.get("continue"):
-                return items, metadata.get("resourceVersion") or ""
+                return found, metadata.get("resourceVersion") or ""
             match = [("continue", metadata["continue"])]  # the token carries the version
 
     async def names(self, path: str, page_size: int) -> Sequence[tuple[str, str]]:

@@ -118,9 +118,9 @@ class Reflector:
             self._path, **self._selectors, not_older_than=not_older_than
         )
         # Items of a list carry neither kind nor apiVersion; objects of events carry both.
-        items = {key_of(item): item for item in listed}
-        for key in [*(self.objects.keys() - items.keys()), *items]:
-            self._set(key, items.get(key))
+        present = {key_of(obj): obj for obj in listed}
+        for key in [*(self.objects.keys() - present.keys()), *present]:
+            self._set(key, present.get(key))
         self.synced.set()
         return version
 

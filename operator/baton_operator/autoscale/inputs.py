@@ -48,7 +48,7 @@ def _operation(resolved: ResolvedService, group: ReportedGroup) -> str:
         return f"topology operation {operation.id} ({operation.kind})"
     if group.topology is not None and not group.topology.reachable and group.topology.has_ranks:
         return "the wait for a reply of the coordinator"
-    return "a rollout" if group.outdated and not resolved.spec.paused else ""
+    return "" if group.is_rolled_out or resolved.spec.paused else "a rollout"
 
 
 def targets_of(resolved: ResolvedService, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:

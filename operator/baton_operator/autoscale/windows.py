@@ -434,5 +434,5 @@ def _total(series: Iterable[_Series], histogram: str) -> CumulativeHistogram:
 
 
 def _mean(values: Iterable[float]) -> float:
-    items = list(values)
-    return fsum(items) / len(items)  # exact, so independent of the order of pods
+    numbers = list(values)
+    return fsum(numbers) / len(numbers)  # exact, so independent of the order of pods

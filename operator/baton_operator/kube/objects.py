@@ -163,7 +163,7 @@ class Kube:
             not_older_than: as in `read`.
         """
         path, selected = self.path(kind, namespace), names.serialized(selector or {})
-        items, _ = await self.client.list(
+        listed, _ = await self.client.list(
             path,
             label_selector=selected,
             not_older_than=not_older_than,
@@ -171,7 +171,7 @@ class Kube:
         )
         api_version, _ = self.resource(kind)
         # The items of a list have neither apiVersion nor kind.
-        return [{"apiVersion": api_version, "kind": kind, **item} for item in items]
+        return [{"apiVersion": api_version, "kind": kind, **obj} for obj in listed]
 
     async def create(self, obj: Object) -> Object:
         """Create `obj`, and return the stored object.

@@ -271,8 +271,8 @@ def _desired_members(
         candidates = [m for m in staying if expert_group and m.expert_group == expert_group]
     joined = {m.name for m in candidates if m.name in view.desired or view.is_rank(m.name)}
     started = {m.name for m in candidates if m.started and m.name not in joined}
-    late = [m for m in candidates if not m.started and m.name not in joined]
-    if any(m.created is not None and now < m.created + JOIN_TOGETHER for m in late):
+    not_started = [m for m in candidates if not m.started and m.name not in joined]
+    if any(m.created is not None and now < m.created + JOIN_TOGETHER for m in not_started):
         started = set()
     if joined | started:
         return frozenset(joined | started)
@@ -352,8 +352,8 @@ def _deletion_reason_outside_topology(
     if not member.draining:
         return ""
     # A rank that does not run, or has not registered, may be restarting.
-    unsure = member.expert_group and not (member.started and view.is_registered(member.name))
-    if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
+    may_restart = member.expert_group and not (member.started and view.is_registered(member.name))
+    if may_restart and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""
     return deletion_reason(member, drain_timeout_s, now)
 

@@ -140,15 +140,16 @@ class Timeout(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """The inputs for planning the next step of one group."""
+    """The inputs for planning the next step of one group.
+
+    A member stays if it is not marked as draining, has not failed and is not being deleted.
+    """
 
     target: DesiredGroup
-    present: list[Member]
-    draining: list[Member]  # marked as draining, neither failed nor deleted
-    #: Members of the newest revision, or of all revisions in a pause. They are not marked as
-    #: draining, have not failed and are not deleted. The same holds for `outdated`.
-    current: list[Member]
-    outdated: list[Member]  # of another revision
+    present: list[Member]  # all members, except those stuck in termination on a lost node
+    draining: list[Member]  # marked as draining, and neither failed nor being deleted
+    current: list[Member]  # staying members of the newest revision; in a pause, of any revision
+    outdated: list[Member]  # staying members of earlier revisions; in a pause, none
     progress_deadline: Timeout  # for members in `current` that are not ready
     surge_timeout: Timeout  # for members in `current` that fit on no node
 
@@ -301,7 +302,8 @@ def _members_to_remove(group: _Group) -> list[Member]:
         group.current, key=lambda m: (m.ready, m.revision == target.revision, -m.ordinal)
     )
     num_surplus = max(0, len(removal_order) - max_newest)
-    # While the rollout stalls, members of the previous revision that start are not replaced.
+    # While the rollout stalls, unready members of earlier revisions are kept: they may be restored
+    # members that are still starting.
     replaceable = [m for m in group.outdated if m.ready or not group.progress_deadline.has_passed]
     max_unavailable = max(update.max_unavailable, 1 if group.surge_timeout.has_passed else 0)
     return removal_order[:num_surplus] + _outdated_to_replace(

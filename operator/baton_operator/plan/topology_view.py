@@ -39,8 +39,10 @@ class TopologyView:
         self._entries: dict[str, list[MemberStatus]] = {}
         for entry in topology.members:
             self._entries.setdefault(entry.name, []).append(entry)
-        unsure = recorded is not None and topology.generation <= recorded.generation
-        self._recorded = {rank.name for rank in recorded.ranks} if recorded and unsure else set()
+        may_lack_ranks = recorded is not None and topology.generation <= recorded.generation
+        self._recorded = (
+            {rank.name for rank in recorded.ranks} if recorded and may_lack_ranks else set()
+        )
 
     @property
     def ranks(self) -> frozenset[str]:

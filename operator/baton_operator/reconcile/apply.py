@@ -39,6 +39,10 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
     object is refused, the others are still written, except Deployments and RoleBindings that refer
     to a refused account or role. Pods must not get the rights of another owner's account or role.
 
+    Returns:
+        The refused objects. The kinds that members need come first, because the first problem of a
+        reconcile decides `Ready`.
+
     Raises:
         StaleReadError: an object must be deleted, but it may have been read from a cache.
     """
@@ -56,7 +60,8 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
             )
         except (NameConflict, KubeError) as error:
             refused.append(RefusedObject(obj["kind"], problem_of(error)))
-            if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):  # all share a name
+            if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):
+                # The gateway's account, role and binding have the same name.
                 refused_accounts.add(obj["metadata"]["name"])
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):
@@ -65,7 +70,7 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
                 await kube.delete(kind, observed.key.namespace, name, present["metadata"]["uid"])
             except KubeError as error:
                 refused.append(RefusedObject(kind, problem_of(error)))
-    return refused
+    return sorted(refused, key=lambda each: each.kind not in ("ConfigMap", "ServiceAccount"))
 
 
 def missing_prerequisites(desired: Desired, observed: Observation) -> set[tuple[str, str]]:

@@ -46,7 +46,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     resolved: ResolvedService  #: The service from which this state is computed.
     objects: list[Object]  #: In the order of creation: an object comes after those it refers to.
     absent: list[Absent]  #: Objects that must not exist.
-    members: dict[names.MemberRole, MemberTemplate]  #: Members of a missing role are not changed.
+    members: dict[names.MemberRole, MemberTemplate]  #: Members of other roles stay as they are.
     gateway_revision: str  #: Newest revision of the gateway's pods.
 
     @property
@@ -116,7 +116,7 @@ def compute_desired(
     roles = [role for role in names.CONFIGURED_ROLES if not (role == "decode" and is_postponed)]
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
     has_coordinator = resolved.is_expert_parallel or keep_coordinator
-    coordinator: list[Object | Absent] = []  # empty: it is kept as it is
+    coordinator: list[Object | Absent] = []  # empty: an existing one is kept
     if resolved.is_expert_parallel:
         coordinator = [coordinator_service.build(resolved), coordinator_deployment.build(resolved)]
     elif not has_coordinator:

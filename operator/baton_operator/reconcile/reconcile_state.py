@@ -41,7 +41,8 @@ class ReconcileState:
     resolved: ResolvedService | None = None
     #: The desired state. None: no spec could be used.
     desired: Desired | None = None
-    #: Hash of all desired objects except member pods.
+    #: Hash of the desired objects, of the objects that must not exist, and of the names of previous
+    #: ConfigMaps that pods mount. Member pods are left out.
     objects_hash: str = ""
     #: Whether all objects except member pods are as desired. An HTTPRoute is ignored if the cluster
     #: has no Gateway API.

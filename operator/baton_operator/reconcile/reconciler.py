@@ -136,9 +136,8 @@ class Reconciler:
             StaleReadError: a step needs consistent reads.
             Exception: a step failed, and the steps after it were not taken.
         """
-        # 2. Drain marked members, and count their requests. The count must be newer than the
-        # topology, which step 1 has read: a member that is STANDBY in this topology gets no new
-        # requests, so its count can only fall.
+        # 2. Drain marked members, and count their requests after the topology was read in step 1.
+        # A member in phase STANDBY in this topology gets no new requests: its count can only fall.
         state.observed = await drain_members(self._drainer, state.observed)
         # 3. Find members that are paused or asleep. They do not stall a rollout.
         state.observed = await self._probes.find_suspended(state.observed, state.now)
@@ -188,8 +187,8 @@ class Reconciler:
         """Build the desired state from the spec that was rolled out last.
 
         Raises:
-            Problem: the first problem of this reconcile. It is raised if no such spec can be used,
-                or if the spec of the service did not cause the problem.
+            Problem: the first problem of this reconcile. It is raised if no recorded spec can be
+                used, or if the spec of the service did not cause the problem.
         """
         problem = state.problems[0]
         recorded = (
@@ -241,26 +240,44 @@ class Reconciler:
         Returns:
             Whether the objects that members need exist.
         """
-        observed, freshness = state.observed, state.observed.freshness
-        outdated = sorted(observed.mounted_config_maps - desired.config_maps)
-        state.objects_hash = names.content_hash([desired.objects, desired.absent, outdated])
-        is_verified = self._verified.pop(observed.key, "") == state.objects_hash
-        may_have_changed = freshness.is_consistent or freshness.objects_changed
-        kinds = _kinds_to_read(desired, only_moving=is_verified and not may_have_changed)
+        observed = state.observed
+        kinds = self._kinds_to_compare(state, desired)
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
         else:  # a new service: `apply_objects` reads each object by name before it is created
             observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, desired, observed)
-        # Objects that members need come first, because the first problem decides `Ready`.
-        refused.sort(key=lambda each: each.kind not in ("ConfigMap", "ServiceAccount"))
         for each in refused:
             state.add_problem(each.problem)
         state.objects_match = all(isinstance(each.problem, GatewayAPIMissing) for each in refused)
         missing = missing_prerequisites(desired, observed)
         if missing and not refused:
-            raise RuntimeError(f"objects are missing after all were written: {sorted(missing)}")
+            raise RuntimeError(
+                f"no object was refused, but members need missing objects: {sorted(missing)}"
+            )
         return not missing
+
+    def _kinds_to_compare(self, state: ReconcileState, desired: Desired) -> set[str]:
+        """Set `state.objects_hash`. Return the kinds of objects to read, compare and write.
+
+        Only MOVING_KINDS are compared if the last reconcile left the same objects as desired, and
+        no other client can have changed them since.
+        """
+        observed, freshness = state.observed, state.observed.freshness
+        state.objects_hash = names.content_hash(
+            [
+                desired.objects,
+                desired.absent,
+                # Previous ConfigMaps. After a pod has stopped mounting one, all kinds are read, so
+                # that `delete_unused_config_maps` finds it.
+                sorted(observed.mounted_config_maps - desired.config_maps),
+            ]
+        )
+        is_verified = self._verified.pop(observed.key, "") == state.objects_hash
+        kinds = {obj["kind"] for obj in desired.objects}
+        if is_verified and not freshness.is_consistent and not freshness.objects_changed:
+            return kinds & MOVING_KINDS
+        return kinds | {kind for kind, _ in desired.absent}
 
     async def _report(self, state: ReconcileState, groups: dict[names.Role, ReportedGroup]) -> bool:
         """Write the status and its Events. Return whether the service is Ready."""
@@ -316,13 +333,3 @@ class Reconciler:
                     await emit(self._kube, service, event)
         except Exception:
             logger.exception("%s: the status could not be written after an internal error", key)
-
-
-def _kinds_to_read(desired: Desired, *, only_moving: bool) -> set[str]:
-    """Return the kinds of objects to read, compare and write.
-
-    Args:
-        only_moving: only kinds in MOVING_KINDS. All other objects are known to be as desired.
-    """
-    kinds = {obj["kind"] for obj in desired.objects}
-    return kinds & MOVING_KINDS if only_moving else kinds | {kind for kind, _ in desired.absent}

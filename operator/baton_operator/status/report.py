@@ -44,7 +44,7 @@ def report(
     Args:
         observed: the observed state, with the previous status of the service.
         resolved: the resolved service; None if no spec could be used.
-        groups: the observed groups. The condition of a missing group is Unknown.
+        groups: the observed groups. A group that is not in it has the condition Unknown.
         problem: the first error of this reconcile, which makes Ready False; None without an error.
         spec_revision: name of the ControllerRevision with the spec that is rolled out; None if no
             spec was rolled out.
@@ -157,10 +157,9 @@ def _available_verdict(
 
 
 def _kv_transfer_verdict(resolved: ResolvedService) -> Verdict | None:
-    """Return the verdict on KVTransferProtected if it is False; None if transfers are protected.
+    """Return the verdict on KVTransferProtected if transfers are unprotected, else None.
 
-    NetworkPolicies count as protection even if the cluster does not enforce them, because the API
-    does not show this.
+    A NetworkPolicy counts as protection. The API does not show whether the cluster enforces it.
     """
     transport = resolved.spec.kv_transfer.transport
     if (

@@ -50,7 +50,8 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     pods: list[Object]
     #: Newest revision of the pods. None: it is not known, and every pod counts as newest.
     revision: str | None = None
-    #: Whether the gateway's Deployment has replaced all pods of earlier revisions.
+    #: Whether the gateway's Deployment has all desired pods, and none of an earlier template. True
+    #: for other groups.
     updated: bool = True
     #: Topology of an expert-parallel group. For such a group, `ready` counts ranks if the
     #: coordinator replies.
@@ -95,14 +96,9 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
         return [pod for pod in self.current if self.is_newest(pod)]
 
     @property
-    def outdated(self) -> bool:
-        """Whether the group has pods of an earlier revision.
-
-        For the gateway, False until the desired number of pods serve.
-        """
-        if self.role == "gateway":
-            return not self.updated and self.ready >= self.desired
-        return len(self.newest) < len(self.current)
+    def is_rolled_out(self) -> bool:
+        """Whether no pod of an earlier revision remains. The gateway's Deployment reports this."""
+        return self.updated if self.role == "gateway" else len(self.newest) == len(self.current)
 
     def is_newest(self, pod: Object) -> bool:
         return self.revision in (None, pod["metadata"]["labels"].get(names.LABEL_REVISION))
@@ -159,7 +155,7 @@ def gateway_group(
         desired=resolved.spec.gateway.replicas,
         pods=observed.role_pods("gateway"),
         revision=revision,
-        updated=deployment is not None and _is_rolled_out(deployment),
+        updated=deployment is not None and _is_deployment_rolled_out(deployment),
         refusal=refusal_of_deployment(deployment) if deployment else None,
         route=diagnose_route(route) if route else None,
         missing=observed.missing,
@@ -190,7 +186,7 @@ def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology
     )
 
 
-def _is_rolled_out(deployment: Object) -> bool:
+def _is_deployment_rolled_out(deployment: Object) -> bool:
     """Return whether the Deployment has all desired pods and no pod of an earlier template."""
     status = deployment.get("status") or {}
     seen = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
@@ -211,7 +207,7 @@ def group_verdict(group: ReportedGroup) -> Verdict:
     if group.desired == 0:
         return _verdict_without_pods(group)
     counts = _counts(group)
-    if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
+    if group.ready >= group.desired and group.is_rolled_out and len(group.current) == group.desired:
         if group.route is not None:
             return Verdict("False", group.route.reason, f"{group.route.message}; {counts}")
         return Verdict("True", Settled.PODS_READY, counts)
@@ -289,10 +285,11 @@ def _draining(group: ReportedGroup) -> Diagnosis | None:
     return None
 
 
-def _outdated(group: ReportedGroup) -> Diagnosis | None:
-    if group.outdated:
-        return Diagnosis(Progress.PROGRESSING, "pods of an earlier revision are being replaced")
-    return None
+def _rolling_out(group: ReportedGroup) -> Diagnosis | None:
+    # A Deployment whose first pods are starting is not rolled out either.
+    if group.is_rolled_out or (group.role == "gateway" and group.ready < group.desired):
+        return None
+    return Diagnosis(Progress.PROGRESSING, "pods of an earlier revision are being replaced")
 
 
 def _loading(group: ReportedGroup) -> Diagnosis | None:
@@ -306,7 +303,7 @@ _POLICIES: tuple[Callable[[ReportedGroup], Diagnosis | None], ...] = (
     _changing_topology,
     _suspended,
     _draining,
-    _outdated,
+    _rolling_out,
     _loading,
 )
 

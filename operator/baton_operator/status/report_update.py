@@ -133,9 +133,9 @@ def _suspended(rollout: _Rollout) -> Diagnosis | None:
 
 
 def _draining(rollout: _Rollout) -> Diagnosis | None:
-    going = [pod for pod in rollout.old if is_leaving(pod)]
-    text = f"waiting for {pods_text(going)} to drain and end"
-    return Diagnosis(Progress.DRAINING, text) if going else None
+    leaving = [pod for pod in rollout.old if is_leaving(pod)]
+    text = f"waiting for {pods_text(leaving)} to drain and end"
+    return Diagnosis(Progress.DRAINING, text) if leaving else None
 
 
 def _starting(rollout: _Rollout) -> Diagnosis | None:

@@ -214,9 +214,9 @@ async def find_missing(
 
 
 async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
-    """Return whether the object exists; True also if the request fails.
+    """Return whether the object exists.
 
-    So no object is reported as missing by mistake.
+    True also if the request fails, so that an existing object is never reported as missing.
     """
     try:
         return await kube.exists(reference.kind, namespace, reference.name)

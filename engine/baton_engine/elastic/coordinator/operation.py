@@ -53,9 +53,9 @@ class Operation:
     #: Size in bytes of the experts that ranks must receive.
     moved_bytes: int = 0
     rebalancing: Rebalancing | None = None
-    #: The number of ranks that have not completed the commit, as a negative number.
-    progress: int = 0
-    #: Time at which `progress` last changed, in seconds.
+    #: Number of ranks that have not committed the target or retired from the previous generation.
+    num_pending: int = 0
+    #: Time at which `num_pending` last changed, in seconds.
     progress_at: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
 

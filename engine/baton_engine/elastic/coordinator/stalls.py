@@ -37,8 +37,8 @@ class Stalls:
     def update(self, present: Generation | None, now: float) -> None:
         """Mark a rank as stalled if all other ranks wait for it.
 
-        If ranks seem stalled but it is unknown which, set `reason`. The coordinator then probes all
-        ranks.
+        If the ranks seem stalled but the stalled rank is unknown, set `reason`. The controller then
+        probes all ranks.
         """
         self.reason = ""
         ranks = [] if present is None else self._ranks(present)

@@ -38,7 +38,7 @@ from baton_engine.elastic.coordinator.operation import (
 )
 from baton_engine.elastic.coordinator.placement.balance import Balance, experts_of
 from baton_engine.elastic.coordinator.placement.expert_placement import count_moves
-from baton_engine.elastic.coordinator.roster import Roster, key_of, serves_in
+from baton_engine.elastic.coordinator.roster import Roster, key_of
 from baton_engine.elastic.coordinator.stalls import Stalls
 from baton_engine.elastic.coordinator.topology_planner import Need, TopologyPlanner
 from baton_engine.elastic.coordinator.topology_report import topology_status
@@ -166,23 +166,37 @@ class TopologyController:
             status.member.instance_id == instance_id for status, _ in self._roster.serving()
         ):
             return Directive(dismissed=True)
-        operation, target, commit = self._operation, None, True
-        if (
-            self._stranded_commit is not None
-            and self._stranded_commit.number == self._highest_target
-        ):
-            target = self._stranded_commit  # no later target exists yet
-        if operation is not None and operation.active and operation.target is not None:
-            target, commit = operation.target, operation.committed
-        if target is not None and instance_id not in self._roster.replaced:
-            previous = None if operation is None else operation.previous
-            legitimate = {key_of(each) for each in (target, self._present) if each is not None}
-            status = self._roster.living.get(instance_id)
-            generation = None if status is None else serves_in(status)
-            is_voter = generation is not None and key_of(generation) in {previous, *legitimate}
-            if is_voter or target.rank_of(instance_id) is not None:
-                return Directive(target, commit)
+        directive = self._current_directive()
+        if directive.target is not None and self._is_recipient(instance_id, directive.target):
+            return directive
         return Directive(dismissed=self._roster.is_left_behind(instance_id, self._present))
+
+    def _current_directive(self) -> Directive:
+        """Return the directive to prepare or commit a target. It is empty if there is no target."""
+        operation, stranded = self._operation, self._stranded_commit
+        if operation is not None and operation.active and operation.target is not None:
+            return Directive(operation.target, operation.committed)
+        if stranded is not None and stranded.number == self._highest_target:
+            return Directive(stranded, commit=True)  # no later target exists yet
+        return Directive()
+
+    def _is_recipient(self, instance_id: str, target: Generation) -> bool:
+        """Return whether an instance is a member of `target`, or votes on its commit.
+
+        The ranks that serve in the present generation or the operation's previous one vote. They
+        still receive the target after they have committed it.
+        """
+        voting = {
+            None if self._operation is None else self._operation.previous,
+            *(key_of(each) for each in (target, self._present) if each is not None),
+        }
+        return instance_id not in self._roster.replaced and (
+            target.rank_of(instance_id) is not None
+            or any(
+                status.member.instance_id == instance_id and key_of(generation) in voting
+                for status, generation in self._roster.serving()
+            )
+        )
 
     def leaving(self) -> list[bool]:
         """Return for each serving rank whether it is shutting down."""
@@ -205,7 +219,7 @@ class TopologyController:
     def _update_roster(self, now: float) -> None:
         self._roster.update(now)
         self._stalls.update(self._roster.present(), now)
-        self._roster.update(now)
+        self._roster.update(now)  # removes the ranks that `Stalls.update` has marked
         self._present = self._roster.present()
 
     def _has_settled(self, now: float) -> bool:
@@ -328,6 +342,7 @@ class TopologyController:
         return self._stalls.reason
 
     def _waits_for_members(self, operation: Operation, need: Need, now: float) -> bool:
+        """Return whether the preparation must wait, because desired members cannot join yet."""
         if not need.missing:
             return False
         if self._present is not None:
@@ -404,7 +419,7 @@ class TopologyController:
         """
         target = operation.target
         assert target is not None
-        if reason := self._outdated(operation, target, now):
+        if reason := self._reason_to_supersede(operation, target, now):
             self._end(operation, OperationPhase.SUPERSEDED, now, reason)
         elif failures := preparation_failures(self._roster, target):
             self._fail(operation, now, "; ".join(failures.values()), failures)
@@ -417,11 +432,11 @@ class TopologyController:
                 )
                 self._fail(operation, now, reason, [member.instance_id for member in late])
         else:
-            operation.progress, operation.progress_at = 0, now
+            operation.num_pending, operation.progress_at = 0, now
             operation.enter(OperationPhase.COMMITTING, now, operation.reason)
             logger.info("%s: committing generation %d", operation.label, target.number)
 
-    def _outdated(self, operation: Operation, target: Generation, now: float) -> str:
+    def _reason_to_supersede(self, operation: Operation, target: Generation, now: float) -> str:
         """Return why a target in preparation no longer fits the group. Empty: the target fits."""
         if self._released:
             return "all members are shutting down"
@@ -453,9 +468,9 @@ class TopologyController:
         waiting = not_committed(self._roster, target)
         retiring = not_retired(self._roster, operation, target)
         obstacle = commit_obstacle(self._roster, operation, target)
-        progress = -len(waiting) - len(retiring)
-        if progress != operation.progress:
-            operation.progress, operation.progress_at = progress, now
+        num_pending = len(waiting) + len(retiring)
+        if num_pending != operation.num_pending:
+            operation.num_pending, operation.progress_at = num_pending, now
         stuck = now - operation.progress_at > self._config.commit_timeout_s
         if obstacle or (waiting and stuck):
             names = ", ".join(waiting)

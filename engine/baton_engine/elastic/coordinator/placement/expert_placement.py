@@ -19,10 +19,11 @@ therefore
 
 No packing of these copies has a heaviest rank below max(mean, w).
 
-With a previous placement, ranks keep the experts that they had, only missing copies are packed, and
-surplus copies are dropped. The result is compared with a fresh placement, which is computed without
-the previous placement. The tolerance limits how much heavier the heaviest rank may be than the
-heaviest rank of the fresh placement. If swaps do not reach this limit, the fresh placement is used.
+With a previous placement, ranks keep the experts that they had. Surplus copies are dropped, and
+only unassigned copies are packed. The result is compared with a fresh placement, which is computed
+without the previous placement. The tolerance limits how much heavier the heaviest rank may be than
+the heaviest rank of the fresh placement. If swaps do not reach this limit, the fresh placement is
+used.
 """
 
 from __future__ import annotations
@@ -189,29 +190,29 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
     highest, or removes copies where the load per remaining copy is lowest.
     """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
-    missing = num_ranks * num_slots - sum(copies)
-    if missing > 0:
+    num_to_add = num_ranks * num_slots - sum(copies)
+    if num_to_add > 0:
         heap = [
             (-load[expert] / count, count, expert)
             for expert, count in enumerate(copies)
             if count < num_ranks
         ]
         heapq.heapify(heap)
-        for _ in range(missing):
+        for _ in range(num_to_add):
             _, count, expert = heap[0]
             copies[expert] = count + 1
             if count + 1 < num_ranks:
                 heapq.heapreplace(heap, (-load[expert] / (count + 1), count + 1, expert))
             else:
                 heapq.heappop(heap)
-    elif missing < 0:
+    elif num_to_add < 0:
         heap = [
             (load[expert] / (count - 1), -count, expert)
             for expert, count in enumerate(copies)
             if count > 1
         ]
         heapq.heapify(heap)
-        for _ in range(-missing):
+        for _ in range(-num_to_add):
             _, negative, expert = heap[0]
             copies[expert] = count = -negative - 1
             if count > 1:
@@ -242,7 +243,7 @@ class _Packing:
         self.ranks: list[set[int]] = [set() for _ in held]
         self.rank_loads = [0.0] * len(held)
         #: Unassigned copies, by expert.
-        self.missing = list(copies)
+        self.unassigned = list(copies)
         self.lower_bound = max(sum(load) / len(held), max(self.weights))
 
     @property
@@ -252,7 +253,7 @@ class _Packing:
     def keep(self) -> None:
         """Assign to each rank its experts in `held`, as far as slots and copies allow."""
         kept = [sorted(experts, key=self._heaviest_first) for experts in self.held]
-        surplus = [-count for count in self.missing]
+        surplus = [-count for count in self.unassigned]
         for expert in itertools.chain(*kept):
             surplus[expert] += 1
         load = [sum(self.weights[expert] for expert in experts) for experts in self.held]
@@ -274,8 +275,8 @@ class _Packing:
                     self._add(expert, rank)
 
     def pack(self) -> None:
-        """Assign all missing copies, so that all ranks are full."""
-        order = [expert for expert, count in enumerate(self.missing) for _ in range(count)]
+        """Assign all unassigned copies, so that all ranks are full."""
+        order = [expert for expert, count in enumerate(self.unassigned) for _ in range(count)]
         order.sort(key=self._heaviest_first)
         free = [
             (self.rank_loads[rank], rank) for rank in range(len(self.ranks)) if self._has_room(rank)
@@ -375,12 +376,12 @@ class _Packing:
     def _add(self, expert: int, rank: int) -> None:
         self.ranks[rank].add(expert)
         self.rank_loads[rank] += self.weights[expert]
-        self.missing[expert] -= 1
+        self.unassigned[expert] -= 1
 
     def _remove(self, expert: int, rank: int) -> None:
         self.ranks[rank].remove(expert)
         self.rank_loads[rank] -= self.weights[expert]
-        self.missing[expert] += 1
+        self.unassigned[expert] += 1
 
     def _has_room(self, rank: int) -> bool:
         return len(self.ranks[rank]) < self.num_slots
