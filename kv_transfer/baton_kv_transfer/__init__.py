@@ -5,7 +5,7 @@ blocks of a prompt (decode).
 
 connector            the interface between the engine and this package, and its data
 transfer_connector   the implementation: one thread runs the consumer side and the producer side
-context              the state that the consumer side and the producer side share
+connector_context    the state that the consumer side and the producer side share
 side_channel         the messages between a consumer and a producer
 auth                 the proof of the service's token in the handshake
 consumer/            loads blocks from producers and verifies them

@@ -27,8 +27,8 @@ describes its memory only after the compatibility hash and the token matched. No
 point in time, because the clocks of two hosts differ.
 
 SUBSCRIBE, PUBLISH, RELEASE, RELEASED and CANCELLED carry the generation of the load: a random
-number that the consumer draws. Messages of another generation are ignored. A CANCELLED with
-generation 0 ends every load of the transfer.
+positive number that the consumer draws. Messages of another generation are ignored. A CANCELLED
+with ALL_GENERATIONS ends every load of the transfer.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_HANDSHAKE_BYTES = 2**18
 #: Limit of messages that a side reads from one socket before it serves other sockets and deadlines.
 MAX_MESSAGES_PER_ROUND = 1024
+#: `Cancelled.generation`: the transfer has ended for every load. No load has this generation.
+ALL_GENERATIONS = 0
 #: Limit of MemoryDescription.num_slots. The receiver allocates a descriptor for each slot.
 MAX_SLOTS = 2**22
 _MAX_ADDRESS = 2**63
@@ -201,7 +203,7 @@ class Released(_Message):
 
 class Cancelled(_Message):
     transfer_id: str
-    #: Generation of the load that ends; 0: every load of this transfer ends.
+    #: Generation of the load that ends, or ALL_GENERATIONS.
     generation: int
     reason: str
 

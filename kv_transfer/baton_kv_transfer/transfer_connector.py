@@ -25,8 +25,8 @@ from baton_kv_transfer.connector import (
     KVConnectorWorker,
     LoadResult,
 )
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.consumer_side import ConsumerSide
-from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import RankAddress
 from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
@@ -342,7 +342,7 @@ class TransferConnector(KVConnectorWorker):
         if self._consumer is not None:
             self._report(ConnectorOutput(load_results=dict(self._consumer.fail_all(reason))))
         if self._producer is not None:
-            self._report(ConnectorOutput(set(self._producer.transfers.end_all(reason))))
+            self._report(ConnectorOutput(set(self._producer.transfers.end_all())))
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:

@@ -21,4 +21,13 @@ transport_agent   an agent over Baton's transports
 nixl_agent        an agent over the NIXL library
 nixl_library      loads NIXL, creates NIXL's agent, and adds a digest to NIXL's metadata
 descriptors       checks and merges lists of memory ranges
+
+Where NIXL's names are:
+
+nixl_agent(name, config)                 agent_factory.create_agent(name, transport)
+the methods of nixl_agent                agent.Agent
+backend                                  a transport, in baton_kv_transfer.transports
+nixl_prepped_dlist_handle                agent.DlistHandle
+nixl_xfer_handle                         agent.XferHandle
+nixlRegDList, nixlXferDList              agent.RegDescs, descriptors.XferDescs
 """

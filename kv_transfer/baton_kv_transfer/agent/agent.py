@@ -168,18 +168,22 @@ class Agent(abc.ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that the agent calls after a transfer ended or a notification arrived.
 
-        The call may come from any thread. `wakeup` is not called for an event that is handled
-        during the exit of the context `waiting`. NIXL's own interface has no wakeup function.
+        The call may come from any thread. `wakeup` is not called for an event that the end of a
+        `with agent.waiting()` block handles. NIXL's own interface has no wakeup function.
         """
         self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """Return a context in which the caller may sleep until the agent has an event.
+        """Return a context manager for a wait until the agent has an event.
 
-        The context yields a file descriptor for the caller's `poll`, or None. When the descriptor
-        is readable, leave the context and check for ended transfers and notifications. The exit
-        of the context does the agent's pending work on the calling thread, so the agent's thread
-        need not wake up. NIXL's own interface has no such function.
+            with agent.waiting() as agent_fd:
+                fds = [wakeup_fd] if agent_fd is None else [wakeup_fd, agent_fd]
+                select.select(fds, [], [], timeout_s)
+
+        Here the function of `set_wakeup` writes to the eventfd `wakeup_fd`. The end of the block
+        does the agent's pending work on the calling thread, so the agent's thread need not wake up.
+        After the block, check the states of transfers and call `get_new_notifs`. NIXL's own
+        interface has no such function.
         """
         return contextlib.nullcontext()
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.connector import FailureReason
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.load_state import LoadState, RankTransfer
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.consumer.read_window import ReadBatch, ReadWindow, blocks_per_batch
-from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.transports.transfer import TransportError
 

@@ -24,12 +24,12 @@ import zmq
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult, LoadWait
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.block_verifier import BlockVerifier
 from baton_kv_transfer.consumer.load_manager import LoadManager
 from baton_kv_transfer.consumer.load_state import LoadState
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
-from baton_kv_transfer.context import ConnectorContext
 
 logger = logging.getLogger(__name__)
 

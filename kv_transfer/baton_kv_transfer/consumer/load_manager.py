@@ -12,12 +12,13 @@ import zmq
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.block_verifier import BlockVerifier
 from baton_kv_transfer.consumer.load_state import Load, LoadState, RankTransfer, RankTransferState
 from baton_kv_transfer.consumer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
+from baton_kv_transfer.consumer.published_blocks import PublishError, record_published
 from baton_kv_transfer.consumer.rank_transfers import check_heads, create_rank_transfers
-from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.options.config import KVRole
 
 logger = logging.getLogger(__name__)
@@ -115,33 +116,24 @@ class LoadManager:
 
     def deadlines(self) -> list[float]:
         """Return the times at which `check_deadlines` may have to fail a load or a peer."""
-        deadlines = []
-        for load in self._loads.values():
-            if load.state is LoadState.SETTLING:
-                deadlines.append(load.settle_deadline)
-                continue
-            deadlines += [
-                rank_transfer.deadline
-                for rank_transfer in load.rank_transfers
-                if not rank_transfer.is_complete
-            ]
-        return deadlines
+        return [deadline for load in self._loads.values() for deadline in load.deadlines]
 
     # A load's states
 
     def update_states(self, now: float) -> Iterator[tuple[str, LoadResult]]:
-        """Update all loads, send RELEASE messages and post reads.
+        """Update all loads in rounds, send RELEASE messages and post reads.
 
-        If a load ends, all loads are updated again, because the ended load may have freed slots.
+        If a load ends in a round, another round follows, because the load may have freed slots.
 
         Yields:
             The transfer id and the result of each load that has ended.
         """
-        count = 0
-        while count != len(self._loads):
+        has_ended = True
+        while has_ended:  # until no load has ended in the round
             count = len(self._loads)
             for load in self:
                 self._change_state(load, now)
+            has_ended = len(self._loads) < count
         yield from self.take_finished()
         self._send_releases()
         self._verifier.post()
@@ -294,98 +286,65 @@ class LoadManager:
     def check_deadlines(self, now: float) -> None:
         """Fail loads without progress, and disconnect peers whose reads do not settle in time."""
         for load in self:
-            self._check_deadline(load, now)
-
-    def _check_deadline(self, load: Load, now: float) -> None:
-        if load.state is LoadState.LOADING:
-            for rank_transfer in load.rank_transfers:
-                if not rank_transfer.is_complete and now >= rank_transfer.deadline:
-                    silence_s = now - rank_transfer.last_block
-                    name = rank_transfer.peer.name
-                    why = f"no progress from {name}: no block for {silence_s:.1f} s"
-                    self.fail(load, FailureReason.TIMEOUT, why, now)
-                    break
-        elif load.state is LoadState.SETTLING and now >= load.settle_deadline:
-            # The consumer side disconnects a failed peer. The peer's reads then end in ERR.
+            is_overdue = load.state is LoadState.SETTLING and now >= load.settle_deadline
             for rank_transfer in load.rank_transfers:
                 peer = rank_transfer.peer
-                if rank_transfer.num_batches and not peer.error:
+                if is_overdue and rank_transfer.num_batches and not peer.error:
+                    # The consumer side disconnects a failed peer. The peer's reads then end in ERR.
                     why = f"reads from {peer.name} did not end within {SETTLE_TIMEOUT_S:g} s"
                     peer.fail(FailureReason.PEER_LOST, why)
                     load.settle_deadline = now + SETTLE_TIMEOUT_S
+                elif not rank_transfer.is_complete and now >= rank_transfer.deadline:
+                    silence_s = now - rank_transfer.last_block
+                    why = f"no progress from {peer.name}: no block for {silence_s:.1f} s"
+                    self.fail(load, FailureReason.TIMEOUT, why, now)
 
     # Messages of a producer's worker
 
     def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
         """Apply a message from a producer's worker to the load that the message names.
 
-        A message for another load of the transfer, or from another peer, has no effect.
+        A message for an earlier load of the transfer, or from another peer, has no effect.
         """
         if isinstance(message, side_channel.Pending):
             self._extend_deadlines(peer, message.transfer_ids, now)
             return
-        load = self._loads.get(message.transfer_id)
-        rank_transfers = load.rank_transfers if load is not None else []
-        rank_transfer = next((one for one in rank_transfers if one.peer is peer), None)
-        if load is None or rank_transfer is None:
+        rank_transfer = self._find(peer, message.transfer_id)
+        if rank_transfer is None:
             return  # the load has ended, or has no per-rank transfer from this peer
-        to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
-        if message.generation != load.generation and not to_all:
-            return  # an earlier load of this transfer
+        load = rank_transfer.load
         match message:
-            case side_channel.Publish() if (
+            case side_channel.Publish(generation=load.generation) if (
                 load.state is LoadState.LOADING and rank_transfer.is_open
             ):
                 self._handle_publish(rank_transfer, message, now)
-            case side_channel.Released():
+            case side_channel.Released(generation=load.generation):
                 rank_transfer.end_writes()
-            case side_channel.Cancelled(reason=reason):
+            case side_channel.Cancelled(
+                generation=load.generation | side_channel.ALL_GENERATIONS, reason=reason
+            ):
                 self.fail(
                     load, FailureReason.PRODUCER_CANCELLED, reason[:MAX_REASON_CHARACTERS], now
                 )
 
+    def _find(self, peer: Peer, transfer_id: str) -> RankTransfer | None:
+        """Return the per-rank transfer of a running load from a peer; None if there is none."""
+        load = self._loads.get(transfer_id)
+        rank_transfers = load.rank_transfers if load is not None else ()
+        return next((each for each in rank_transfers if each.peer is peer), None)
+
     def _handle_publish(
         self, rank_transfer: RankTransfer, message: side_channel.Publish, now: float
     ) -> None:
-        load, request = rank_transfer.load, rank_transfer.load.request
-        new: list[int] = []  # positions of the blocks that were not published before
-        is_pushing = rank_transfer.state is RankTransferState.PUSHING
-        if message.written and load.push and not is_pushing:
-            why = f"{rank_transfer.peer.name} wrote blocks after it had sent RELEASED"
-            self.fail(load, FailureReason.PROTOCOL, why, now)
+        try:
+            new = record_published(rank_transfer, message)
+        except PublishError as error:
+            self.fail(rank_transfer.load, error.reason, str(error), now)
             return
-        for block in message.blocks:
-            position = block.index - request.first_block_index
-            if block.index < 0 or not 0 <= block.slot < rank_transfer.peer.num_slots:
-                why = (
-                    f"{rank_transfer.peer.name} published block {block.index} in slot "
-                    f"{block.slot} of {rank_transfer.peer.num_slots}"
-                )
-                self.fail(load, FailureReason.PROTOCOL, why, now)
-                return
-            if not 0 <= position < load.num_blocks or rank_transfer.peer_slots[position] >= 0:
-                continue  # in the prefix cache, not requested, or published before
-            if block.chain_hash != request.block_hashes[position]:
-                why = (
-                    f"block {block.index} of {rank_transfer.peer.name} has other tokens than this "
-                    "engine's request: the engines received different prompts"
-                )
-                self.fail(load, FailureReason.OTHER_PROMPT, why, now)
-                return
-            rank_transfer.peer_slots[position] = block.slot
-            rank_transfer.checksums[position] = block.checksum
-            new.append(position)
         if new or (message.last and not rank_transfer.is_last_received):
             self._record_progress(rank_transfer, now)
-        if message.last:
-            rank_transfer.is_last_received = True
-            num_published = int((rank_transfer.peer_slots >= 0).sum())
-            if num_published < load.num_blocks:
-                name = rank_transfer.peer.name
-                why = f"{name} published {num_published} of the {load.num_blocks} requested blocks"
-                self.fail(load, FailureReason.OTHER_PROMPT, why, now)
-                return
-        if message.written and is_pushing:
+        rank_transfer.is_last_received |= message.last
+        if message.written and rank_transfer.state is RankTransferState.PUSHING:
             rank_transfer.num_written += len(new)
             self._verifier.verify(rank_transfer, new)
         else:
@@ -412,10 +371,9 @@ class LoadManager:
         if self._context.config.role is not KVRole.CONSUMER:
             return
         for transfer_id in transfer_ids:
-            load = self._loads.get(transfer_id)
-            for rank_transfer in load.rank_transfers if load is not None else ():
-                if rank_transfer.peer is peer and not rank_transfer.is_released:
-                    rank_transfer.deadline = now + self._load_timeout_s
+            rank_transfer = self._find(peer, transfer_id)
+            if rank_transfer is not None and not rank_transfer.is_released:
+                rank_transfer.deadline = now + self._load_timeout_s
 
     def _record_progress(self, rank_transfer: RankTransfer, now: float) -> None:
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s

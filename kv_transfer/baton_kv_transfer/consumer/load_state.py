@@ -181,6 +181,13 @@ class Load:
             if not rank_transfer.is_released
         ]
 
+    @property
+    def deadlines(self) -> list[float]:
+        """Times at which the load or a peer may have to fail."""
+        if self.state is LoadState.SETTLING:
+            return [self.settle_deadline]
+        return [each.deadline for each in self.rank_transfers if not each.is_complete]
+
     def result(self) -> LoadResult:
         """Return how many leading blocks are verified, and the reason if the load failed."""
         if not self.rank_transfers:

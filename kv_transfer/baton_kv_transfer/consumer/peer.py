@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import DlistHandle
 from baton_kv_transfer.connector import FailureReason
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.memory.layout import (
     HeadRange,
     RankAddress,

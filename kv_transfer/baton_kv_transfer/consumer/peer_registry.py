@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import zmq
 
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.peer import Peer
-from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.side_channel import MemoryDescription
 
 

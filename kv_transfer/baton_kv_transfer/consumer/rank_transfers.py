@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.load_state import Load, RankTransfer
 from baton_kv_transfer.consumer.peer import Peer
-from baton_kv_transfer.context import ConnectorContext
 
 
 def check_heads(context: ConnectorContext) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent.agent import XferHandle
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.producer.sessions import Session
 from baton_kv_transfer.producer.transfer_state import OfferedBlock, Subscriber, checksum_blocks
 from baton_kv_transfer.side_channel import PublishedBlock

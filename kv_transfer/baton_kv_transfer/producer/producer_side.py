@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.sessions import Session, SessionRegistry
 from baton_kv_transfer.producer.transfer_manager import DRAIN_TIMEOUT_S, TransferManager

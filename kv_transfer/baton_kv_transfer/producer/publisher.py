@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from baton_kv_transfer import side_channel
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.sessions import Send
 from baton_kv_transfer.producer.transfer_state import (
@@ -72,12 +72,12 @@ class Publisher:
             not more
             and subscriber.transfer.has_last_blocks
             and subscriber.is_idle
-            and not subscriber.last_sent_at
+            and not subscriber.all_published_at
         )
         if not blocks and not last:
             return
         if last:
-            subscriber.last_sent_at = self._clock()
+            subscriber.all_published_at = self._clock()
             # Names written blocks again: their notifications may arrive after this message.
             blocks = blocks or subscriber.written
         transfer_id, generation = subscriber.transfer.transfer_id, subscriber.generation
@@ -100,7 +100,7 @@ class Publisher:
 
     def confirm(self, subscriber: Subscriber) -> None:
         """Send RELEASED to a subscriber with push. No write to the subscriber may be in flight."""
-        subscriber.confirmed = True
+        subscriber.is_confirmed = True
         self._stats.send_seconds += subscriber.last_write - subscriber.first_write
         released = side_channel.Released(subscriber.transfer.transfer_id, subscriber.generation)
         self._send(subscriber.session.identity, released)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import DlistHandle
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.memory.layout import KVCacheLayout, explain_layout_mismatch
 from baton_kv_transfer.side_channel import MemoryDescription
 

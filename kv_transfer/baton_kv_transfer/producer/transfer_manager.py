@@ -18,7 +18,7 @@ import numpy as np
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import BlockSave
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.early_subscriptions import EarlySubscriptions, refuse_subscription
@@ -124,15 +124,13 @@ class TransferManager:
         if transfer is not None and transfer.state is not TransferState.CLOSED:
             self._close(transfer, "cancelled by the producer")
 
-    def end_all(self, reason: str) -> list[str]:
+    def end_all(self) -> list[str]:
         """End every transfer without waiting for consumers. Call only after closing the agent.
 
         Return the ids that `take_finished` has not returned.
         """
-        for transfer_id in list(self._transfers):
-            del self._transfers[transfer_id]
-            self._record_end(transfer_id, reason)
-            self._finished.append(transfer_id)
+        self._finished += self._transfers
+        self._transfers.clear()
         return self.take_finished()
 
     # From consumers
@@ -162,10 +160,19 @@ class TransferManager:
                 self._early.release(session, message)
             return
         subscriber = transfer.subscribers.get(message.subscriber)
-        if subscriber is None:  # a load without blocks
+        if subscriber is None:  # a load without blocks sends no SUBSCRIBE
             if explain_refusal(transfer, session, message):
                 return
-            subscriber = self._add_subscriber(transfer, session, message, HeadRange(0, 0), 0, None)
+            subscribe = side_channel.Subscribe(
+                message.transfer_id,
+                message.generation,
+                HeadRange(0, 0),
+                message.subscriber,
+                message.num_subscribers,
+                first_block_index=0,
+                push_slots=None,
+            )
+            subscriber = self._add_subscriber(transfer, session, subscribe)
         elif (subscriber.session, subscriber.generation) != (session, message.generation):
             return  # another load
         self._leave(subscriber)
@@ -244,9 +251,8 @@ class TransferManager:
         for transfer in sorted(
             self._waiting_for_slots.values(), key=lambda transfer: not transfer.blocks
         ):
-            if transfer.transfer_id in self._waiting_for_slots:
-                self._expose(transfer)
-            if transfer.transfer_id in self._waiting_for_slots and not transfer.blocks:
+            self._expose(transfer)
+            if transfer.waiting_saves and not transfer.blocks:
                 return  # smaller transfers must not overtake the one that has waited longest
 
     def expire(self, now: float) -> list[Session]:
@@ -290,7 +296,7 @@ class TransferManager:
             if now < subscriber.deadline:
                 continue
             if subscriber.state is not SubscriberState.LEFT:
-                was_held = subscriber.deadline == subscriber.last_sent_at + MAX_HOLD_S
+                was_held = subscriber.deadline == subscriber.all_published_at + MAX_HOLD_S
                 self._record_expiry(transfer, MAX_HOLD_S if was_held else None)
                 self._publisher.stop(subscriber, "the producer's lease expired")
                 self._leave(subscriber)
@@ -320,11 +326,11 @@ class TransferManager:
             the consumer's deadline applies.
         """
         until = now + self._lease_s
-        if subscriber.last_sent_at:
-            until = min(until, subscriber.last_sent_at + MAX_HOLD_S)
+        if subscriber.all_published_at:
+            until = min(until, subscriber.all_published_at + MAX_HOLD_S)
         subscriber.deadline = max(subscriber.deadline, until)
         stalls = subscriber.num_writes > 0 and now >= subscriber.writing_since + self._lease_s
-        return not subscriber.last_sent_at and not stalls
+        return not subscriber.all_published_at and not stalls
 
     def _hold_until_offer(self, session: Session, message: side_channel.Subscribe) -> str:
         """Hold a SUBSCRIBE whose transfer is not offered yet.
@@ -356,31 +362,23 @@ class TransferManager:
             return ""
         refusal = explain_refusal(transfer, session, message)
         if not refusal:
-            heads, first, slots = message.heads, message.first_block_index, message.push_slots
-            subscriber = self._add_subscriber(transfer, session, message, heads, first, slots)
+            subscriber = self._add_subscriber(transfer, session, message)
             self._publisher.send_blocks(subscriber, transfer.blocks)
         return refusal
 
     def _add_subscriber(
-        self,
-        transfer: OfferedTransfer,
-        session: Session,
-        message: side_channel.Subscribe | side_channel.Release,
-        heads: HeadRange,
-        first_block_index: int,
-        push_slots: list[int] | None,
+        self, transfer: OfferedTransfer, session: Session, message: side_channel.Subscribe
     ) -> Subscriber:
         transfer.deadline = self._deadline_in(self._lease_s)
-        slots = np.array(push_slots or (), dtype=np.int64)
         subscriber = Subscriber(
             transfer,
             session,
             message.generation,
-            heads,
-            heads.count * self._memory.layout.head_nbytes,
-            first_block_index,
-            slots,
-            push_slots is not None,
+            message.heads,
+            message.heads.count * self._memory.layout.head_nbytes,
+            message.first_block_index,
+            np.array(message.push_slots or (), dtype=np.int64),
+            message.push_slots is not None,
             transfer.deadline,
         )
         transfer.num_subscribers = message.num_subscribers
@@ -451,7 +449,7 @@ class TransferManager:
                 subscriber.push
                 and subscriber.state is not SubscriberState.ACTIVE
                 and subscriber.is_idle
-                and not (subscriber.confirmed or subscriber.has_failed_write)
+                and not (subscriber.is_confirmed or subscriber.has_failed_write)
             ):
                 self._publisher.confirm(subscriber)
         left = all(
@@ -464,15 +462,12 @@ class TransferManager:
     def _end(self, transfer: OfferedTransfer) -> None:
         del self._transfers[transfer.transfer_id]
         self._waiting_for_slots.pop(transfer.transfer_id, None)
-        self._record_end(transfer.transfer_id, transfer.close_reason or "released")
+        self._ended[transfer.transfer_id] = transfer.close_reason or "released"
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
         if transfer.blocks:
             self._memory.release([block.slot for block in transfer.blocks])
         self._finished.append(transfer.transfer_id)
-
-    def _record_end(self, transfer_id: str, reason: str) -> None:
-        self._ended[transfer_id] = reason
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
 
     def _record_expiry(self, transfer: OfferedTransfer, limit_s: float | None) -> None:
         """Count and log the end of a lease.

@@ -68,9 +68,9 @@ class Subscriber:
     deadline: float
     state: SubscriberState = SubscriberState.ACTIVE
     #: Time at which the last PUBLISH was sent; 0: it was not sent yet.
-    last_sent_at: float = 0.0
+    all_published_at: float = 0.0
     #: Whether RELEASED was sent.
-    confirmed: bool = False
+    is_confirmed: bool = False
     #: Push: blocks whose writes are not posted yet.
     queue: deque[OfferedBlock] = field(default_factory=deque)
     #: Number of writes in flight.

@@ -61,10 +61,11 @@ class CopyJob:
 
 
 class _Waiting:
-    """The context of `waiting`: on entry the user may take the work, on exit the user does it.
+    """The context manager of `TransportThread.waiting`.
 
-    `with` gives the descriptor to wait for, or None if another thread has the work. This is a class
-    because a context manager made from a generator function would be slower.
+    On entry the user takes the work, unless another thread has it. `with` then gives the descriptor
+    to wait for, otherwise None. On exit the user does the work that it has. This is a class because
+    a context manager made from a generator function would be slower.
     """
 
     def __init__(self, thread: TransportThread) -> None:
@@ -158,7 +159,7 @@ class TransportThread:
         return self._handoff.num_users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """Return the context of Agent.waiting. On exit, the caller does the work of this thread."""
+        """Return the context manager of `Agent.waiting`."""
         return _Waiting(self)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:

@@ -16,8 +16,8 @@ from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.agent.transport_agent import TransportAgent
 from baton_kv_transfer.connector import ConnectorStats, LoadRequest, LoadResult
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.consumer.consumer_side import ConsumerSide
-from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory, slot_rows

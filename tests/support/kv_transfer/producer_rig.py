@@ -19,7 +19,7 @@ from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.agent.transport_agent import TransportAgent
 from baton_kv_transfer.connector import BlockSave, ConnectorStats
-from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.connector_context import ConnectorContext
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router

@@ -12,7 +12,13 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadResult
 from baton_kv_transfer.consumer.load_manager import SETTLE_TIMEOUT_S
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
-from baton_kv_transfer.side_channel import Cancelled, Pending, Released, Subscribe
+from baton_kv_transfer.side_channel import (
+    ALL_GENERATIONS,
+    Cancelled,
+    Pending,
+    Released,
+    Subscribe,
+)
 from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import ServiceKey
 from support.kv_transfer.consumer_rig import (
@@ -374,9 +380,9 @@ def test_messages_of_a_peer_without_a_part_in_the_load_are_ignored(
     rig.begin("u", other, [2])
     rig.handshake(other)
     rig.deliver(other, other.published(subscribe, [0], last=True))
-    rig.deliver(other, Cancelled("t", 0, "not yours"))
+    rig.deliver(other, Cancelled("t", ALL_GENERATIONS, "not yours"))
     assert not rig.results
-    rig.deliver(worker, Cancelled("t", 0, "all loads of it"))
+    rig.deliver(worker, Cancelled("t", ALL_GENERATIONS, "all loads of it"))
     assert rig.results["t"].error == "all loads of it"
 
 

@@ -50,7 +50,7 @@ class Load:
         self.gone = False
         #: Content of the slots when RELEASED arrived.
         self.released: np.ndarray | None = None
-        self.last_sent_at = False
+        self.is_last_received = False
 
 
 class ProducerMachine(RuleBasedStateMachine):
@@ -250,8 +250,8 @@ class ProducerMachine(RuleBasedStateMachine):
                 load.released = self.consumers[worker].bytes[load.slots].copy()
             case Publish(last=last):
                 assert not load.stopped, "nothing is published after CANCELLED"
-                assert not load.last_sent_at, "nothing is published after the last"
-                load.last_sent_at = last
+                assert not load.is_last_received, "nothing is published after the last"
+                load.is_last_received = last
                 if load.slots:
                     self.check_written(worker, load, message)
 

@@ -113,4 +113,4 @@ def test_after_a_defect_every_transfer_ends(producer: Producer, consumer: Consum
     producer.offer("a")
     producer.offer("b")
     consumer.subscribe("a")
-    assert sorted(producer.side.transfers.end_all("a defect")) == ["a", "b"]
+    assert sorted(producer.side.transfers.end_all()) == ["a", "b"]
