@@ -69,7 +69,7 @@ class Gateway:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
         )
-        services = RequestServices.create(config, self.metrics, self.pool)
+        services = RequestServices(config, self.metrics, self.pool)
         self.admission = services.admission
         access = config.access
         self._keys = ApiKeys(container_path(access.api_keys_dir)) if access.api_keys_dir else None
@@ -134,11 +134,13 @@ class Gateway:
     ) -> int:
         """Serve `app`, and return the port.
 
+        When a client disconnects, aiohttp cancels the handler of its request
+        (`handler_cancellation`). The cancelled handler aborts the requests on the engines
+        (`Dispatcher._attempt`), even if its response is not streamed.
+
         Raises:
             OSError: the port is in use.
         """
-        # handler_cancellation: a client that disconnects cancels its handler, which aborts its
-        # requests on the engines.
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0
         )

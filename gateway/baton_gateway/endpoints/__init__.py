@@ -6,8 +6,7 @@ Modules:
     writers: the APIs that generate text: their requests and the JSON of their responses.
     stored_responses: GET and DELETE of `/v1/responses/{id}`.
     pooling_endpoints: `/v1/embeddings`, `/v1/score` and `/v1/rerank`.
-    request_services: the parts that all endpoints use.
-    request_reader: reads and checks bodies.
+    request_services: the parts that all endpoints use; reads bodies and sends responses.
     request_deadline: the time in which a request must end.
     tokenize_endpoints: `/tokenize`, `/detokenize` and `/v1/messages/count_tokens`.
     status_endpoints: models, health, readiness, metrics, version.

@@ -136,7 +136,7 @@ class GenerationEndpoint(Generic[Body]):
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
                 time, or the request names another model.
         """
-        body, size = await self._services.reader.read(http, charge, self._api.body)
+        body, size = await self._services.read(http, charge, self._api.body)
         find_earlier = partial(self._api.earlier, body, http.get(CLIENT))
         earlier = await run_off_loop(find_earlier, size, INLINE_BODY_BYTES)
         charge.add(len(earlier))

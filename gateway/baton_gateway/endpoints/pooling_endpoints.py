@@ -98,7 +98,7 @@ class PoolingEndpoints:
         deadline = RequestDeadline(services.config.request_timeout_s)
         with services.admission.request(client) as reservation:
             async with services.bodies.charge(client) as charge:
-                body, size = await services.reader.read(http, charge, kind)
+                body, size = await services.read(http, charge, kind)
                 # Before the prompts are tokenized, so that a refusal takes little time.
                 reservation.resize(body.num_sequences)
                 async with deadline.paused():

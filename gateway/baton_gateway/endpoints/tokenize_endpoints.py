@@ -73,7 +73,7 @@ class TokenizeEndpoints:
         answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
         charge: BodyCharge,
     ) -> bytes:
-        request, size = await self._services.reader.read(http, charge, kind)
+        request, size = await self._services.read(http, charge, kind)
         max_model_len = self._services.pool.max_model_len
         max_prompt_tokens = self._services.config.access.max_prompt_tokens
         bounds = TextBounds(PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, max_prompt_tokens))

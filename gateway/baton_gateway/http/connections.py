@@ -202,7 +202,7 @@ class ClientConnection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # cancels the handler: see `Gateway._listen`
 
     def data_received(self, data: bytes) -> None:
         self._connections.on_bytes(self)

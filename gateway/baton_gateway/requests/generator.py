@@ -109,12 +109,24 @@ class Generator:
         queue: OutputQueue,
         on_output: Callable[[int, int], None],
     ) -> None:
-        """Put the outputs of `run` into `queue`, then the end of the sequence or its failure."""
+        """Run one sequence, and put its texts into `queue`, then its end or its failure."""
         try:
-            async with aclosing(self._outputs(job, prompt, run)) as outputs:
-                async for choice, output in outputs:
-                    queue.put(choice, output)
-                    on_output(queue.num_outputs, queue.num_logprobs)
+            timer = TokenTimer(self._metrics, job.started)
+            needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
+            async with aclosing(self._dispatcher.generate(run.sequence)) as outputs:
+                async for output in outputs:
+                    if output.new_token_ids:
+                        timer.on_tokens(len(output.new_token_ids))
+                    if needs_prompt_logprobs and (output.new_token_ids or output.beams):
+                        needs_prompt_logprobs = False
+                        output.prompt_logprobs = await prompt.share_logprobs(run, output)
+                    texts = await _texts(job.request, run, output)
+                    output.prompt_logprobs = None  # `output` stays in memory until the next output
+                    for choice, text in texts:
+                        queue.put(choice, text)
+                        on_output(queue.num_outputs, queue.num_logprobs)
+                    if any(text.finish_reason is not None for _, text in texts):
+                        break
             queue.end_sequence()
         except EngineRefusalError as error:
             queue.fail(bad_request(job.request.refusal(error.message)))
@@ -127,30 +139,6 @@ class Generator:
                 run.sequence.request_id,
             )
             queue.fail(gateway_failure(run.sequence.request_id))
-
-    async def _outputs(
-        self, job: Job, prompt: PromptJob, run: SampleRun
-    ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
-        """Run one sequence, and yield each piece of text with its choice.
-
-        Raises:
-            APIError: an engine refused the sequence, or no engine could finish the sequence.
-        """
-        timer = TokenTimer(self._metrics, job.started)
-        needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
-        async with aclosing(self._dispatcher.generate(run.sequence)) as outputs:
-            async for output in outputs:
-                if output.new_token_ids:
-                    timer.on_tokens(len(output.new_token_ids))
-                if needs_prompt_logprobs and (output.new_token_ids or output.beams):
-                    needs_prompt_logprobs = False
-                    output.prompt_logprobs = await prompt.share_logprobs(run, output)
-                texts = await _texts(job.request, run, output)
-                output.prompt_logprobs = None  # `output` stays in memory until the next output
-                for item in texts:
-                    yield item
-                if any(text.finish_reason is not None for _, text in texts):
-                    return
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ the prompt and these tokens, and the stream continues.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
@@ -22,7 +21,7 @@ from baton_gateway.routing.pool_member import PoolMember
 from baton_gateway.routing.prefill_stage import PrefillStage
 from baton_gateway.routing.retry_state import AttemptError, RetryState
 from baton_gateway.routing.sequence import Placement, Sequence
-from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, RequestStream
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
 from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -35,9 +34,6 @@ from baton_protocol.engine_messages import (
 
 logger = logging.getLogger(__name__)
 
-#: Resumed samples wait this long for the first of them to compute their prompt.
-PROMPT_WAIT_S = 10.0
-
 #: Failures that are retried on another engine. Once a sequence has tokens, every failure with an
 #: error code is retried: an engine has accepted the request, so the request is valid.
 _RETRIABLE = frozenset(
@@ -48,10 +44,7 @@ _RETRIABLE = frozenset(
 class Dispatcher:
     """Runs sequences on the engines of the pool.
 
-    The samples of one prompt go to one decode engine as a group. Only the first sample may have a
-    prefill stage, and all samples share the prompt's KV blocks. So the prompt is computed once, and
-    its blocks are transferred once. When the engine is lost, its samples move together to one other
-    engine. A sample that fails alone moves alone.
+    `SampleGroup` (`sequence.py`) has the rules for several samples of one prompt.
 
     Args:
         inter_token_timeout_s: longest time between two outputs of a decode engine. After it, the
@@ -77,16 +70,13 @@ class Dispatcher:
         state = RetryState(sequence, sequence.data_parallel_rank)
         while not sequence.is_complete:
             placement, prefill = await self._placer.place(state)
-            attempt_id = f"{sequence.request_id}-{state.num_attempts}"
+            attempt = self._attempt(
+                state, placement, prefill, f"{sequence.request_id}-{state.num_attempts}"
+            )
             state.on_sent(placement)
             if state.last_failure is not None:
                 self._count_retry(sequence, state.last_failure)
             num_tokens = len(sequence.generated_token_ids)
-            attempt = (
-                self._aggregated(state, placement, attempt_id)
-                if prefill is None
-                else self._disaggregated(state, prefill, placement, attempt_id)
-            )
             try:
                 async with aclosing(attempt) as outputs:
                     async for output in outputs:
@@ -122,58 +112,63 @@ class Dispatcher:
             self._metrics.resumed.labels(failure.reason).inc()
             self._metrics.replayed_tokens.inc(len(sequence.generated_token_ids))
 
-    async def _aggregated(
-        self, state: RetryState, placement: Placement, attempt_id: str
+    async def _attempt(
+        self,
+        state: RetryState,
+        placement: Placement,
+        prefill: PoolMember | None,
+        attempt_id: str,
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the outputs of an attempt that runs only on a decode engine.
+        """Yield the outputs of one attempt, and add their tokens to the sequence.
 
-        The engine computes the prompt, unless another sample of the group computes or loads it.
-        """
-        sequence, client = state.sequence, placement.member.ready_client
-        if sequence.has_begun and placement.has_sample:
-            await _wait_for_prompt(placement)
-        placement.has_sample = True
-        try:
-            request = sequence.request(attempt_id, None, group_id=_group_id(sequence, placement))
-            stream = self._add(client, request, state.rank)
-            async with aclosing(self._decode_outputs(sequence, placement, stream)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            placement.prompt_computed.set()
-            client.abort([attempt_id])
+        With a prefill engine, both engines receive ADD at the same time. The prefill engine samples
+        the first token of a sequence that is sent alone. The decode engine samples all other
+        tokens. Closing the iterator early aborts the requests on both engines.
 
-    async def _disaggregated(
-        self, state: RetryState, prefill: PoolMember, placement: Placement, attempt_id: str
-    ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the outputs of an attempt on a prefill engine and a decode engine.
-
-        Both engines receive ADD at the same time. The first token comes from the prefill engine,
-        all other tokens from the decode engine. In a group, all tokens come from the decode engine.
-        The decode engine then loads the prompt's KV for all samples, even if this sample ends with
-        its first token.
+        Raises:
+            AttemptError: an engine failed, and another engine may succeed.
+            APIError: the failure is final.
         """
         sequence, decode = state.sequence, placement.member
-        client = decode.ready_client
-        placement.has_sample = True
-        produce, consume = _transfer(prefill, decode)
-        group_id = _group_id(sequence, placement)
+        client, is_resumed = decode.ready_client, sequence.has_begun
+        produce, consume = (None, None) if prefill is None else _transfer(prefill, decode)
+        group_id = await placement.join(sequence)
         request = sequence.request(attempt_id, consume, group_id=group_id)
-        stream = self._add(client, request, state.rank)
-        stage = PrefillStage(prefill, sequence.request(attempt_id, produce), stream, self._metrics)
+        request.data_parallel_rank = state.rank
+        stage: PrefillStage | None = None
         try:
-            first = await self._first_token(sequence, stage, client, request)
-            if first is not None:
-                yield first
-                if first.finished:
+            stream = client.add(request)
+            if prefill is not None:
+                stage = PrefillStage(
+                    prefill, sequence.request(attempt_id, produce), stream, self._metrics
+                )
+                first = await self._first_token(sequence, stage, client, request)
+                if first is not None:
+                    yield first
+                    if first.finished:
+                        return
+            arriving = anext(stream) if stage is None else stage.decode_output
+            # The engine may first have to load or recompute the KV cache of the tokens so far.
+            timeout_s: float | None = None
+            while True:
+                output = await _next_output(arriving, timeout_s)
+                self._require_continuation(sequence, output)
+                sequence.generated_token_ids += output.new_token_ids
+                if not is_resumed:  # a resumed sequence may hit blocks that it cached itself
+                    sequence.num_cached_tokens = max(
+                        sequence.num_cached_tokens, output.num_cached_tokens
+                    )
+                placement.prompt_computed.set()
+                yield output
+                if output.finished:
                     return
-            decoded = self._decode_outputs(sequence, placement, stream, stage.decode_output)
-            async with aclosing(decoded) as outputs:
-                async for output in outputs:
-                    yield output
+                arriving, timeout_s = anext(stream), self._inter_token_timeout_s
+        except EngineDeadError as error:
+            raise AttemptError(str(error), None) from error
         finally:
             placement.prompt_computed.set()
-            stage.close()
+            if stage is not None:
+                stage.close()
             client.abort([attempt_id])
 
     async def _first_token(
@@ -196,76 +191,36 @@ class Dispatcher:
             request: the decode engine's request.
 
         Returns:
-            The output with the first token; None if the decode engine samples the first token.
+            The output with the first token, whose finish reason is None if the sequence continues.
+            None if the decode engine samples the first token.
 
         Raises:
+            EngineDeadError: the decode engine is dead.
             AttemptError, APIError: the decode engine has failed, or the prefill engine's output is
                 invalid.
         """
         if not await stage.wait():
-            # The decode engine can only send a failure before it receives PREFILL_RESULT, which
-            # carries the first token.
-            self._require_continuation(sequence, await _received(stage.decode_output))
+            # Before PREFILL_RESULT, the decode engine can only send a failure.
+            self._require_continuation(sequence, await stage.decode_output)
             raise AttemptError(
                 "the decode engine sent tokens before it received PREFILL_RESULT",
                 ErrorCode.INTERNAL,
             )
         output, error = stage.result()
-        if output is not None and not request.group_id:
-            output = self._add_first_token(sequence, output)
-            if not output.finished:
-                client.prefill_result(PrefillResult(request.request_id, output.new_token_ids))
-            return output
         if output is not None:
             sequence.num_cached_tokens = output.num_cached_tokens
-        client.prefill_result(PrefillResult(request.request_id, error=error))
-        return None
-
-    def _add_first_token(self, sequence: Sequence, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Add the prefill stage's token to the sequence.
-
-        Returns:
-            `output` with the sequence's finish reason, which is None if the sequence continues.
-        """
+        if output is None or request.group_id:
+            client.prefill_result(PrefillResult(request.request_id, error=error))
+            return None
         self._require_continuation(sequence, output)
         sequence.generated_token_ids += output.new_token_ids
-        sequence.num_cached_tokens = output.num_cached_tokens
         finish_reason = output.finish_reason
         if finish_reason not in (FinishReason.STOP, FinishReason.REPETITION):
             # A prefill engine reports LENGTH after its token in all cases.
             finish_reason = FinishReason.LENGTH if sequence.is_complete else None
+        if finish_reason is None:
+            client.prefill_result(PrefillResult(request.request_id, output.new_token_ids))
         return msgspec.structs.replace(output, finish_reason=finish_reason)
-
-    async def _decode_outputs(
-        self,
-        sequence: Sequence,
-        placement: Placement,
-        stream: RequestStream,
-        first: asyncio.Task[EngineCoreOutput] | None = None,
-    ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the decode engine's outputs up to the last, and add their tokens to `sequence`.
-
-        Args:
-            first: after a prefill stage, a task that already waits for the decode engine's first
-                output.
-        """
-        # After a prefill stage the sequence has a token, but it has not run on another engine.
-        is_resumed = sequence.has_begun and first is None
-        # The engine may first have to load or recompute the KV cache of the tokens so far.
-        timeout_s: float | None = None
-        while True:
-            output = await _next_output(anext(stream) if first is None else first, timeout_s)
-            first, timeout_s = None, self._inter_token_timeout_s
-            self._require_continuation(sequence, output)
-            sequence.generated_token_ids += output.new_token_ids
-            if not is_resumed:  # a resumed sequence may hit blocks that it cached itself
-                sequence.num_cached_tokens = max(
-                    sequence.num_cached_tokens, output.num_cached_tokens
-                )
-            placement.prompt_computed.set()
-            yield output
-            if output.finished:
-                return
 
     def _require_continuation(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raise an error unless `output` succeeded and continues the tokens so far.
@@ -295,43 +250,6 @@ class Dispatcher:
                 f"got {output.token_offset}."
             )
 
-    def _add(
-        self, client: EngineClient, request: EngineCoreRequest, rank: int | None
-    ) -> RequestStream:
-        """Send ADD to a decode engine, and return the stream of its outputs.
-
-        Raises:
-            AttemptError: the engine is dead.
-        """
-        request.data_parallel_rank = rank
-        try:
-            return client.add(request)
-        except EngineDeadError as error:  # it died after it was picked
-            raise AttemptError(str(error), None) from error
-
-
-async def _wait_for_prompt(placement: Placement) -> None:
-    """Wait until an earlier sample has computed the prompt on the placement's engine.
-
-    A resumed sample then finds the prompt's blocks in the prefix cache. It waits for at most
-    PROMPT_WAIT_S. Resumed samples cannot be sent as a group, because all samples of a group start
-    right after the prompt.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(PROMPT_WAIT_S):
-            await placement.prompt_computed.wait()
-
-
-def _group_id(sequence: Sequence, placement: Placement) -> str:
-    """Return the id of the group in which `sequence` is sent to the engine.
-
-    An empty id means that the sequence is sent alone.
-    """
-    group = sequence.group
-    if group is None or sequence.has_begun or placement not in group.placements.values():
-        return ""
-    return group.group_id
-
 
 def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:
     """Return the parameters of a new KV transfer, for the prefill engine and the decode engine."""
@@ -352,7 +270,7 @@ def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams
 
 
 async def _next_output(
-    output: Awaitable[EngineCoreOutput], timeout_s: float | None
+    arriving: Awaitable[EngineCoreOutput], timeout_s: float | None
 ) -> EngineCoreOutput:
     """Await and return an output of the decode engine.
 
@@ -360,24 +278,13 @@ async def _next_output(
         timeout_s: longest wait; None: no limit.
 
     Raises:
-        AttemptError: the engine is dead, or has sent no output within `timeout_s`.
+        EngineDeadError: the engine is dead.
+        AttemptError: the engine has sent no output within `timeout_s`.
     """
     if timeout_s is None:  # `asyncio.timeout` takes a tenth of the gateway's CPU time per token
-        return await _received(output)
+        return await arriving
     try:
         async with asyncio.timeout(timeout_s):
-            return await _received(output)
+            return await arriving
     except TimeoutError:
         raise AttemptError(f"no token within {timeout_s:g} s", None, reason="no_token") from None
-
-
-async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
-    """Await and return an output of the decode engine.
-
-    Raises:
-        AttemptError: the engine is dead.
-    """
-    try:
-        return await output
-    except EngineDeadError as error:
-        raise AttemptError(str(error), None) from error

@@ -324,13 +324,13 @@ class EnginePool:
         if not (status.asleep or status.stalled_s > timeout_s):
             return None
         compatibility_hash = client.init.compatibility_hash
-        has_successor = any(
+        can_move = any(
             other is not member
             and not other.is_slow
             and other.ready_client.init.compatibility_hash == compatibility_hash
             for other in self.available("decode")
         )
-        if not has_successor and status.stalled_s <= max(MAX_STALL_S, timeout_s):
+        if not can_move and status.stalled_s <= max(MAX_STALL_S, timeout_s):
             return None
         if status.asleep:
             return "the engine sleeps"

@@ -78,8 +78,8 @@ class Placer:
         """Choose the engines for the next attempt.
 
         Returns:
-            The decode engine and the prefill engine. If the prefill engine is None, the decode
-            engine computes the prompt, or has it from an earlier sample of the group.
+            The decode engine, and the prefill engine or None. Without a prefill engine, the decode
+            engine computes the prompt, or has its blocks because of an earlier sample.
 
         Raises:
             APIError: no decode engine is available, or the sequence has failed too often.
@@ -87,19 +87,17 @@ class Placer:
         if state.has_failed_too_often:
             raise _final_error(state)
         decode = await self._place_decode(state)
-        if decode.has_sample:
-            return decode, None
-        # Only now, because prefill engines may come and go during the wait for a decode engine.
-        return decode, self._pick_prefill(state.sequence, decode.member)
+        # Picked last, because prefill engines may come and go during the wait for a decode engine.
+        return decode, self._pick_prefill(state.sequence, decode)
 
     async def _place_decode(self, state: RetryState) -> Placement:
         """Choose the decode engine for the next attempt.
 
-        Samples of one prompt share an engine, except samples that failed alone.
+        The samples of a group share a placement, except samples that failed alone.
         """
         group, failure = state.sequence.group, state.last_failure
         if group is None or (failure is not None and not failure.ends_group):
-            return await self._choose(state)
+            return Placement(await self._choose(state))
         last = 0 if state.last_placement is None else state.last_placement.ready_epoch
         async with group.lock:
             placement = group.placements.get(last)
@@ -108,10 +106,11 @@ class Placer:
                 or not placement.is_available
                 or not _requirements(state).accept(placement.member)
             ):
-                placement = group.placements[last] = await self._choose(state)
+                placement = Placement(await self._choose(state), group.group_id)
+                group.placements[last] = placement
             return placement
 
-    async def _choose(self, state: RetryState) -> Placement:
+    async def _choose(self, state: RetryState) -> PoolMember:
         """Choose the least loaded decode engine that may run the sequence, or wait for one.
 
         Raises:
@@ -125,18 +124,21 @@ class Placer:
             member = await self._wait_decode(self._timeout_s(state), requirements)
         if member is None:
             raise _final_error(state)
-        return Placement(member)
+        return member
 
-    def _pick_prefill(self, sequence: Sequence, decode: PoolMember) -> PoolMember | None:
+    def _pick_prefill(self, sequence: Sequence, decode: Placement) -> PoolMember | None:
         """Pick a prefill engine whose KV blocks `decode` can read.
 
         Returns:
             The engine. None if the sequence needs no prefill stage, or no such engine is available.
         """
-        num_tokens = len(sequence.prompt_token_ids)
-        if not sequence.can_prefill_remotely or num_tokens < self._prefill_threshold_tokens:
+        if (
+            decode.has_sample
+            or not sequence.can_prefill_remotely
+            or len(sequence.prompt_token_ids) < self._prefill_threshold_tokens
+        ):
             return None
-        init = decode.ready_client.init
+        init = decode.member.ready_client.init
         requirements = Requirements(
             compatibility_hash=init.compatibility_hash, kv_transport=init.kv_transport
         )
@@ -162,7 +164,7 @@ class Placer:
         if failure is None:
             return self._queue_wait_s
         if failure.code is None or (has_begun and failure.code is ErrorCode.DRAINING):
-            return self._resume_wait_s  # an accepted request is kept while a successor starts
+            return self._resume_wait_s  # an accepted request waits for a replacement
         if failure.code is ErrorCode.DRAINING:
             return self._queue_wait_s
         if failure.code is ErrorCode.OVERLOADED or not self._pool.is_expecting("decode"):

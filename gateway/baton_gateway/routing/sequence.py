@@ -7,6 +7,7 @@ sequence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,14 +17,23 @@ from baton_protocol.engine_messages import EngineCoreRequest, KVSide, KVTransfer
 from baton_protocol.pooling_params import PoolingParams
 from baton_protocol.sampling_params import SamplingParams
 
+#: Resumed samples wait this long for the first of them to compute their prompt.
+PROMPT_WAIT_S = 10.0
+
 
 class Placement:
-    """The decode engine chosen for one sequence, or for several samples of one prompt."""
+    """The decode engine chosen for one sequence, or for the samples of a `SampleGroup`.
 
-    def __init__(self, member: PoolMember) -> None:
+    Args:
+        member: the engine.
+        group_id: id of the group whose samples share the placement; empty for one sequence.
+    """
+
+    def __init__(self, member: PoolMember, group_id: str = "") -> None:
         self.member = member
         #: `EngineClient.ready_epoch` of the engine. It changes when the engine is ready again.
         self.ready_epoch = member.ready_client.ready_epoch
+        self._group_id = group_id
         #: Whether a sample was sent to this engine. The first sample computes the prompt there, or
         #: loads the prompt's KV.
         self.has_sample = False
@@ -36,13 +46,37 @@ class Placement:
         """Whether the engine accepts requests and was not lost since it was chosen."""
         return self.member.is_available and self.member.ready_client.ready_epoch == self.ready_epoch
 
+    async def join(self, sequence: Sequence) -> str:
+        """Record that `sequence` is sent, and wait for the prompt of a resumed sample.
+
+        Returns:
+            The id of the group with which the sequence is sent; empty if it is sent alone.
+        """
+        is_first, self.has_sample = not self.has_sample, True
+        if not sequence.has_begun:
+            return self._group_id
+        if not is_first:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROMPT_WAIT_S):
+                    await self.prompt_computed.wait()
+        return ""
+
 
 @dataclass
 class SampleGroup:
-    """The samples of one prompt, which run on one engine so that the prompt is computed once.
+    """The samples of one prompt. They run on one engine, so that the prompt is computed once.
 
-    The group's engine is chosen for the first sample that is sent. When the engine is lost, the
-    next engine is chosen for the first sample that retries, and the other samples follow.
+    - The group's engine is chosen for the first sample that is sent. When the engine is lost, the
+      next engine is chosen for the first sample that retries, and the other samples follow. A
+      sample that fails alone moves alone (`Placer._place_decode`).
+    - Only the first sample may have a prefill stage, so the prompt's blocks are transferred once
+      (`Placer._pick_prefill`).
+    - New samples are sent with the group's id, and share the prompt's KV blocks. The decode engine
+      samples the first token of each, so PREFILL_RESULT has no token (`Dispatcher._first_token`).
+      The engine loads the blocks even if the first sample ends with its first token.
+    - Resumed samples are sent alone, because all samples of a group start right after the prompt.
+      They wait until the first of them has computed the prompt, for at most PROMPT_WAIT_S. They
+      find the prompt's blocks in the prefix cache (`Placement.join`).
     """
 
     group_id: str
