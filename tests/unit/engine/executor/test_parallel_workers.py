@@ -59,37 +59,6 @@ def test_external_launcher_ranks_give_the_tokens_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "message"),
-    [
-        (1, 2, r"have all layers, and pipeline_parallel_size is 2; set it to 1 "),
-        (8, 1, r"tensor_parallel_size is 8 and the model has \d KV heads, but .*lower tensor_"),
-    ],
-)
-def test_kv_transfer_is_refused_if_workers_lack_whole_heads_or_layers(
-    checkpoints, tensor: int, pipeline: int, message: str
-) -> None:
-    config = msgspec.structs.replace(
-        model_config(checkpoints["llama"], tensor, pipeline),
-        kv_transfer=KVTransferConfig(role=KVRole.BOTH),
-    )
-    with pytest.raises(ConfigurationError, match=message) as error:
-        Worker(config, "instance").load_model()
-    assert error.value.reason == "KVTransferInvalid"
-
-
-def test_kv_transfer_is_refused_for_a_pooling_model(checkpoints) -> None:
-    config = model_config(checkpoints["llama"], 1, 1)
-    config = msgspec.structs.replace(
-        config,
-        model=msgspec.structs.replace(config.model, runner="pooling"),
-        kv_transfer=KVTransferConfig(role=KVRole.CONSUMER),
-    )
-    with pytest.raises(ConfigurationError, match="the model pools prompts") as error:
-        Worker(config, "instance").load_model()
-    assert error.value.reason == "KVTransferInvalid"
-
-
-@pytest.mark.parametrize(
     "error", [ValueError("needs a UCX with verbs"), UCXError("needs a UCX with verbs")]
 )
 def test_a_transport_that_does_not_start_is_a_configuration_error(

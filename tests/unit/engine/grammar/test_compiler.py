@@ -1,4 +1,4 @@
-"""The compilation of grammars: refused specifications, the child that tries them, and reuse."""
+"""The compilation of grammars: refused specifications, and reuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.grammar import sandboxed_compile, structured_output
+from baton_engine.grammar import structured_output
 from baton_engine.grammar.compiler import NUM_THREADS
 from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
 from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
@@ -57,49 +57,6 @@ def test_a_specification_that_no_text_matches_is_refused_at_compilation(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         manager.compile(StructuredOutput(kind, spec)).result(timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("kind", "spec"),
-    [
-        ("json", json.dumps({"enum": [-(2**63)]})),  # recurses without end
-        (
-            "grammar",
-            "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(9000)) + 'a9000: "x"',
-        ),
-        ("regex", "a?" * 30_000),  # would take gigabytes
-    ],
-)
-def test_a_specification_that_crashes_the_compiler_is_refused_and_later_ones_work(
-    manager: StructuredOutputManager, kind: str, spec: str
-) -> None:
-    assert "too complex" in refusal(manager, kind, spec)
-    compiled(manager, "regex", f"after {kind}")
-
-
-def test_the_child_imports_nothing_from_the_working_folder(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The working folder may be the folder of a checkpoint."""
-    for name in ("llguidance", "msgspec", "resource"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
-    manager = StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, lambda: None)
-    compiled(manager, "regex", "ab")
-    manager.shutdown()
-
-
-def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
-    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled(manager, "regex", "before the child is frozen")
-    child = manager._trial._process
-    assert child is not None
-    monkeypatch.setattr(sandboxed_compile, "MAX_WALL_S", 0.2)
-    suspend(child.pid)
-    assert "too complex" in refusal(manager, "regex", "while it is frozen")
-    monkeypatch.undo()
-    compiled(manager, "regex", "after it was replaced")
 
 
 def test_a_compiled_grammar_is_used_again_at_once_and_with_its_cache_salt_only(

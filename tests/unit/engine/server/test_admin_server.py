@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton_engine.server.access import LOG_INTERVAL_S, Access
+from baton_engine.server.access import Access
 from baton_engine.server.admin_server import AdminCallPending, AdminServer, DrainStatus, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.process import metrics_text
@@ -284,20 +284,3 @@ def test_the_body_of_a_refused_request_is_not_parsed_as_the_next_request(locked,
     assert response.count(b"HTTP/1.1 ") == 1
     assert response.startswith(b"HTTP/1.1 401 ")
     assert b"WWW-Authenticate: Bearer" in response
-
-
-def test_refusals_are_logged_once_per_interval_with_their_number(caplog) -> None:
-    now = [0.0]
-    access = Access(KEY, clock=lambda: now[0])
-    for _ in range(100):
-        access.refused("http")
-    access.refused("engine", 7)
-    now[0] = LOG_INTERVAL_S
-    access.refused("http")
-    lines = [record.getMessage() for record in caplog.records]
-    assert [next(word for word in line.split() if word.isdecimal()) for line in lines] == [
-        "1",
-        "7",
-        "100",
-    ]
-    assert refusals(access, "http") == 101

@@ -18,8 +18,7 @@ import time
 import numpy as np
 import pytest
 
-from baton_kv_transfer.agent.agent import INIT_AGENT, Agent
-from baton_kv_transfer.agent.agent_factory import create_agent
+from baton_kv_transfer.agent.agent import INIT_AGENT
 from baton_kv_transfer.transports.transfer import TransportError
 from support.kv_transfer.agent_processes import (
     BETWEEN_PROCESSES,
@@ -328,13 +327,3 @@ def test_deregistered_memory_cannot_be_read(own_side: Side) -> None:
     assert "2 of 2 descriptors" in handle.error
     assert side.owner.call("num_refused") == 2
     assert not side.words.any()
-
-
-def test_an_unknown_transport_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match="no transport 'pigeon'; there are auto, nixl, inproc, "):
-        create_agent("me", "pigeon")
-
-
-def test_every_transport_provides_an_agent(side: Side) -> None:
-    assert isinstance(side.agent, Agent)
-    assert side.agent.num_refused == 0

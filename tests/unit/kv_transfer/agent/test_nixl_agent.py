@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -317,22 +315,6 @@ def test_the_count_of_descriptors_equals_that_of_the_library(
             assert handle.num_descs == agent._nixl.get_xfer_telemetry(handle.native.value).descCount
     finally:
         agent.close()
-
-
-def test_nixl_is_imported_on_demand_and_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    create_agent("me", "inproc").close()
-    with pytest.raises(ValueError, match=r"pip install 'baton\[nixl\]' \(package nixl-cu12\)"):
-        create_agent("me", "nixl")
-
-
-def test_nixl_does_not_change_this_programs_logging(capfd: pytest.CaptureFixture[str]) -> None:
-    before = logging.raiseExceptions
-    create_agent("me", "nixl").close()
-    assert logging.raiseExceptions == before
-    assert capfd.readouterr().out == ""
 
 
 def test_other_peers_stay_when_one_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:

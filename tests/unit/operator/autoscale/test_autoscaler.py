@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_operator.api import llmservice
 from baton_operator.api.llmservice import TopologyStatus
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler
@@ -18,7 +17,6 @@ from baton_operator.autoscale.scrape import Scraper
 from baton_operator.autoscale.settings import (
     SCRAPE_S,
     WAKEFUL_SCRAPE_S,
-    scrape_period_s,
     settings_of,
 )
 from baton_operator.builders.config_maps import gateway_config
@@ -26,12 +24,9 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.names import Key
 from baton_operator.status.report_group import ReportedGroup
-from baton_operator.status.report_scaling import scaling_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
-from support.operator.reported_groups import sized_group
 from support.operator.services import resolved, service
-from support.operator.topology_statuses import status as topology_status
 from support.waiting import until
 
 KEY = Key("default", "demo")
@@ -318,56 +313,10 @@ def test_running_changes_are_passed_to_the_policy() -> None:
     assert "coordinator" in operation(topology=of_topology(reachable=False))
 
 
-@pytest.mark.parametrize(
-    ("autoscaling", "size", "period_s"),
-    [
-        (DECODE, 3, SCRAPE_S),
-        (TO_ZERO, 1, SCRAPE_S),
-        (TO_ZERO, 0, WAKEFUL_SCRAPE_S),
-        ({**TO_ZERO, "idleSeconds": 20}, 1, 5.0),
-    ],
-)
-def test_services_near_zero_are_checked_more_often(
-    autoscaling: dict[str, Any], size: int, period_s: float
-) -> None:
-    settings = settings_of(resolved(decode={"autoscaling": autoscaling}).spec)
-    assert scrape_period_s(settings, {"decode": size}) == period_s
-
-
 def test_the_gateway_holds_requests_only_if_decode_may_scale_to_zero() -> None:
     assert gateway_config(resolved(decode={"autoscaling": DECODE})).hold_s == 0
     assert gateway_config(resolved(decode={"autoscaling": TO_ZERO})).hold_s == 300
     assert (
         gateway_config(resolved(decode={"autoscaling": {**TO_ZERO, "holdSeconds": 30}})).hold_s
         == 30
-    )
-
-
-def test_the_scaling_condition_reports_the_autoscaler() -> None:
-    def verdict(*groups: ReportedGroup) -> tuple[str, str] | None:
-        found = scaling_verdict(list(groups))
-        return found[:2] if found else None
-
-    def expert_group(operation: llmservice.OperationStatus | None) -> ReportedGroup:
-        topology = GroupTopology(
-            status=topology_status("a", last=operation), reachable=True, requested=frozenset("a")
-        )
-        return ReportedGroup(role="decode", desired=1, pods=[], topology=topology)
-
-    assert verdict() is None
-    assert verdict(sized_group("OnTarget")) == ("False", "OnTarget")
-    assert verdict(sized_group("AtMaximum")) == ("False", "AtMaximum")
-    assert verdict(sized_group("MetricsMissing")) == ("Unknown", "MetricsMissing")
-    assert verdict(sized_group("ITLAboveTarget", desired=2)) == ("True", "ScalingUp")
-    operation = llmservice.OperationStatus(
-        id="op",
-        kind="scale",
-        phase="committing",
-        generation=4,
-        seconds=llmservice.OperationSeconds(),
-    )
-    assert verdict(sized_group("OnTarget"), expert_group(operation)) == ("True", "Committing")
-    assert verdict(sized_group("OnTarget"), expert_group(None)) == (
-        "False",
-        "OnTarget",
     )

@@ -1,4 +1,4 @@
-"""The ranks of an expert-parallel group, and when they and their coordinator exist."""
+"""The ranks of an expert-parallel group: their settings, and what changes the group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.names import GROUP
-from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.options.config import EngineConfig
 from support.operator.services import decoded_config, resolved
 
@@ -39,26 +38,6 @@ def test_ranks_get_the_address_of_their_coordinator_and_their_name(
         "prefill", EngineConfig, coordinator=address, prefill={}, **RANKS
     ).parallel.enable_expert_parallel
     assert not decoded_config("decode", EngineConfig).parallel.enable_expert_parallel
-
-
-def test_ranks_are_created_when_the_coordinator_has_an_address() -> None:
-    before, after = (
-        compute_desired(resolved(prefill={}, **RANKS), None),
-        compute_desired(resolved(prefill={}, coordinator="10.0.0.1", **RANKS), None),
-    )
-    assert set(before.members) == {"prefill"}
-    assert set(after.members) == {"prefill", "decode"}
-    for each in (before, after):
-        made = {(obj["kind"], obj["metadata"]["name"]) for obj in each.objects}
-        assert {("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")} <= made
-    configured = [obj["metadata"]["name"] for obj in before.objects if obj["kind"] == "ConfigMap"]
-    assert not any("decode" in name for name in configured)
-
-
-def test_the_coordinator_is_kept_while_ranks_need_it() -> None:
-    objects = [("Deployment", "demo-coordinator"), ("Service", "demo-coordinator")]
-    assert set(objects) <= set(compute_desired(resolved(), None).absent)
-    assert not set(objects) & set(compute_desired(resolved(), None, keep_coordinator=True).absent)
 
 
 def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:

@@ -13,7 +13,6 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import embedding
 
 from baton_engine.distributed.group import LoneGroup, ParallelContext
 from baton_engine.models.checkpoint import loader
@@ -21,7 +20,6 @@ from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_con
 from baton_engine.models.checkpoint.sharding import ModelShard, WeightTarget, shard
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.factory import load_model, make_model
-from baton_engine.models.layers import VocabParallelEmbedding
 from baton_engine.random_checkpoint import ARCHITECTURES, create_checkpoint
 from support.engine.model_cases import (
     load,
@@ -105,33 +103,6 @@ def test_a_stage_applies_the_window_by_the_layers_index_in_the_whole_model(
     """The second of two stages has the layer with the window as its first layer."""
     path = create_checkpoint(tmp_path / "model", "qwen2", sliding_window=4, **SMALL)
     assert_same_logits_as_one_rank(path, tensor_size=1, pipeline_size=2)
-
-
-def test_a_vocab_parallel_embedding_works_with_ranks_that_have_no_rows() -> None:
-    """Nine rows are split into eight parts of two, so the last three ranks have none."""
-    table, ids = torch.randn(9, 16), torch.tensor([0, 8, 5, 1])
-
-    def work(rank: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = VocabParallelEmbedding(9, 16, rank.tensor)
-        layer.weight.fill_(float("nan"))
-        for target in layer.weight_targets("embed").values():
-            target.parameter.copy_(table[target.index])
-        return layer(ids), layer.logits(table[:3])
-
-    for found, logits in run_ranks(work, tensor_size=8):
-        assert torch.equal(found, embedding(ids, table))
-        torch.testing.assert_close(logits, table[:3] @ table.T)
-
-
-def test_each_attention_and_each_mlp_needs_one_all_reduce(tmp_path: Path) -> None:
-    path = create_checkpoint(tmp_path / "model", "mixtral", **SMALL)
-
-    def work(rank: ParallelContext) -> dict[str, int]:
-        run_model(load(path, rank), sequences(1, 5), 5)
-        return rank.tensor.calls
-
-    # One all_reduce for the embedding and two for each of two layers; one all_gather for logits.
-    assert run_ranks(work, tensor_size=2) == [{"all_reduce": 1 + 2 * 2, "all_gather": 1}] * 2
 
 
 def test_shards_have_the_layers_and_heads_of_their_rank(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
-"""Single requests in the scheduler: budget, order, preemption, prefix hits, ends and refusals."""
+"""Single requests in the scheduler: budget, order, preemption, prefix hits and ends."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.request_limits import RequestRefusedError
-from baton_protocol.engine_messages import EngineCoreRequest, ErrorCode, FinishReason
+from baton_protocol.engine_messages import EngineCoreRequest, FinishReason
 from baton_protocol.sampling_params import SamplingParams
 from support.engine.scheduling.fake_runner import continuation, next_token
 from support.engine.scheduling.scheduler_engine import Engine
@@ -93,18 +92,3 @@ def test_stop_tokens_before_min_tokens_do_not_end_a_request() -> None:
     engine.scheduler.add_request(EngineCoreRequest("r", [5], params))
     engine.run()
     assert len(engine.text("r")) == 4
-
-
-def test_refusals_have_an_error_code_and_name_the_limit() -> None:
-    engine = Engine(num_blocks=4, max_queue=1)
-    with pytest.raises(RequestRefusedError, match=r"16 prompt .* 16 tokens") as refused:
-        engine.add("long", [1] * 16)
-    assert refused.value.code is ErrorCode.LENGTH
-    engine.add("queued", [1])
-    with pytest.raises(RequestRefusedError, match="1 requests are waiting") as refused:
-        engine.add("more", [1])
-    assert refused.value.code is ErrorCode.OVERLOADED
-    engine.scheduler.draining = True
-    with pytest.raises(RequestRefusedError, match="draining") as refused:
-        engine.add("late", [1])
-    assert refused.value.code is ErrorCode.DRAINING

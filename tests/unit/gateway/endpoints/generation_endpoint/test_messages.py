@@ -8,7 +8,6 @@ import anthropic
 import msgspec
 import pytest
 
-from baton_gateway.errors import APIError, error_body
 from baton_protocol.options.config import AccessConfig
 from baton_text.requests.messages_request import InputMessage
 from support.gateway.fake_engine import DEADLINE_S
@@ -261,22 +260,3 @@ async def test_invalid_bodies_are_refused_in_the_shape_of_the_api(
     kind = "not_found_error" if "model" in options else "invalid_request_error"
     assert body["error"]["type"] == kind
     assert text in body["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (413, "request_too_large"),
-        (415, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
-        (504, "timeout_error"),
-    ],
-)
-def test_the_status_decides_the_kind_of_error(status: int, kind: str) -> None:
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        assert error_body(path, APIError(status, "x")).error.type == kind
-    assert error_body("/v1/completions", APIError(status, "x")).error.code is None

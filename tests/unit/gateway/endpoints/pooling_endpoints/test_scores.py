@@ -7,23 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton_gateway.requests import pooling_jobs
 from baton_protocol.pooling_params import PairFormat, Task
 from baton_text.score_prompts import encode_pair
 from baton_text.tokenizer import Tokenizer, TokenizerError
 from support.gateway.fake_engine import vector_of
 from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.gateway.pooling_rig import start
 
 DOCUMENTS = ["a", "hello world", "go on and on"]
-
-
-async def start(make_rig: MakeRig, task: Task, **config: Any) -> GatewayRig:
-    rig = make_rig(**config)
-    engine = rig.engine("d", "decode")
-    engine.max_model_len = 1024
-    engine.pool(task)
-    await rig.start(engine)
-    return rig
 
 
 @pytest.fixture
@@ -137,26 +128,6 @@ async def test_invalid_fields_get_400_with_their_name(
 ) -> None:
     status, body, _ = await reranker.post(path, fields)
     assert (status, body["error"]["param"]) == (400, param), body
-
-
-async def test_a_query_that_is_repeated_too_often_is_refused(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pooling_jobs, "MAX_PAIR_CHARACTERS", 100)
-    rig = await start(make_rig, Task.CLASSIFY)
-    query = "q" * 30
-    for number, status in ((3, 200), (4, 400)):
-        request = {"query": query, "documents": ["a"] * number}
-        got, body, _ = await rig.post("/v1/rerank", request)
-        assert got == status
-    assert body["error"]["code"] == "request_too_large"
-
-
-async def test_texts_count_as_sequences(make_rig: MakeRig) -> None:
-    rig = await start(make_rig, Task.CLASSIFY, max_concurrent_requests=3)
-    for number, expected in ((2, 200), (4, 400)):
-        request = {"query": "go", "documents": ["a", "b", "c", "d"][:number]}
-        assert (await rig.post("/v1/rerank", request))[0] == expected
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank", "/v1/embeddings", "/v1/completions"])

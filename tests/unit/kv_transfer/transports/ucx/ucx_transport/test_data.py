@@ -12,33 +12,16 @@ import pytest
 from baton_kv_transfer.agent import transport_agent
 from baton_kv_transfer.agent.agent import INIT_AGENT
 from baton_kv_transfer.agent.agent_factory import create_agent
-from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.transfer import XferState
 from baton_kv_transfer.transports.transport_selection import LOADERS
 from baton_kv_transfer.transports.ucx import library, messages, ucx_worker
 from baton_kv_transfer.transports.ucx import ucx_transport as transport_module
 from baton_kv_transfer.transports.ucx.connection import UCXConnection
-from baton_kv_transfer.transports.ucx.data_messages import PIECE_BYTES, Pieces
 from support.kv_transfer.transport_rig import end, move_rows_of_all_sizes, rows
 from support.kv_transfer.ucx_rig import UCXTransportHere
 from support.waiting import eventually
 
 MIB_WORDS = 2**17
-
-
-def test_rows_of_equal_lengths_are_split_equally_into_pieces_of_at_most_512_kib() -> None:
-    words = np.zeros(8 * MIB_WORDS, dtype=np.int64)
-    runs = [
-        (0, 3 * MIB_WORDS + 5),
-        *[(3 * MIB_WORDS + 10 + 2 * i, 1) for i in range(3000)],
-        (4 * MIB_WORDS, MIB_WORDS),
-    ]
-    pieces = Pieces(pack(rows(words, *runs)))
-    sizes = [pieces[i].nbytes for i in range(len(pieces))]
-    assert sum(sizes) == 8 * sum(count for _, count in runs)
-    assert max(sizes) == PIECE_BYTES
-    elsewhere = Pieces(pack(rows(np.zeros(8 * MIB_WORDS, dtype=np.int64), *runs)))
-    assert [elsewhere[i].nbytes for i in range(len(elsewhere))] == sizes
 
 
 @pytest.mark.parametrize("op", ["READ", "WRITE"])

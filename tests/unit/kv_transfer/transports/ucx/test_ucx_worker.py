@@ -1,4 +1,4 @@
-"""The listening sockets of UCX workers, and the files that a closed transport leaves open."""
+"""The listening sockets of UCX workers, and the files that a closed worker leaves open."""
 
 from __future__ import annotations
 

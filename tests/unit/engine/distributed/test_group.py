@@ -7,30 +7,32 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from baton_engine.distributed import process_group
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.distributed.process_group import TorchGroup, create_group, generation_store
-from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES, SharedMemoryGroup
+from baton_engine.distributed.process_group import create_group, generation_store
+from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES
 from baton_engine.distributed.store.socket_store import connect_store
-from baton_engine.distributed.store.store_server import open_store
+from support.engine.ranks.group_ranks import (
+    CPU,
+    KINDS,
+    WAIT_S,
+    Ranks,
+    check_all_to_all,
+    random_rows,
+)
 from support.waiting import eventually
 
-WAIT_S = 60.0
-CPU = torch.device("cpu")
-KINDS = {"gloo": TorchGroup, "shared memory": SharedMemoryGroup}
 DTYPES = [
     torch.float32,
     torch.bfloat16,
@@ -41,49 +43,6 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-T = TypeVar("T")
-
-
-class Ranks:
-    """Ranks of groups as threads of this process."""
-
-    def __init__(self, kind: str, size: int) -> None:
-        self.size = size
-        self.pool = ThreadPoolExecutor(size)
-        self.store = open_store("127.0.0.1")
-        self.address = self.store.address
-        self.kind = kind
-
-    def each(self, run: Callable[[int], T]) -> list[T]:
-        """Run `run(rank)` on all ranks at the same time; return the results by rank."""
-        return list(self.pool.map(run, range(self.size), timeout=WAIT_S))
-
-    def join(
-        self, name: str = "test", *, nonce: str = "", timeout_s: float = WAIT_S
-    ) -> list[Group]:
-        def join(rank: int) -> Group:
-            return create_group(
-                name,
-                rank,
-                self.size,
-                connect_store(self.address, WAIT_S),
-                1,
-                CPU,
-                timeout_s,
-                nonce=nonce,
-            )
-
-        if self.kind == "shared memory":
-            groups = self.each(join)
-        else:
-            with mock.patch.object(process_group, "over_shared_memory", lambda group, *_: group):
-                groups = self.each(join)
-        assert {type(group) for group in groups} == {KINDS[self.kind]}
-        return groups
-
-    def close(self) -> None:
-        self.pool.shutdown()
-        self.store.close()
 
 
 @pytest.fixture(params=KINDS)
@@ -100,43 +59,6 @@ def lasting(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, list[Group]
     yield ranks, groups
     ranks.each(lambda rank: groups[rank].close())
     ranks.close()
-
-
-def check_all_to_all(
-    ranks: Ranks, groups: list[Group], rows: list[Tensor], counts: list[list[int]]
-) -> None:
-    """Compare the result of all_to_all on every rank with the expected rows.
-
-    Args:
-        counts: counts[source][target].
-    """
-
-    def run(rank: int) -> Tensor:
-        return groups[rank].all_to_all(rows[rank], counts[rank], [row[rank] for row in counts])
-
-    for rank, received in enumerate(ranks.each(run)):
-        runs = [source.split(count)[rank] for source, count in zip(rows, counts, strict=True)]
-        assert (received.shape, received.dtype) == (
-            (sum(map(len, runs)), *rows[0].shape[1:]),
-            rows[0].dtype,
-        )
-        expected = torch.cat([as_bytes(run) for run in runs])
-        assert torch.equal(as_bytes(received), expected)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def random_rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Return random bits, which include NaNs."""
-    generator = torch.Generator().manual_seed(seed)
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    return (
-        torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-        .view(dtype)
-        .view(shape)
-    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -159,25 +81,6 @@ def test_all_to_all_sends_every_run_of_rows_to_its_rank(
     )
     rows = [random_rows((sum(counts[rank]), *tail), dtype, rank) for rank in range(size)]
     check_all_to_all(ranks, groups, rows, counts)
-
-
-def test_all_to_all_can_exceed_the_shared_memory_buffers(
-    lasting: tuple[Ranks, list[Group]],
-) -> None:
-    ranks, groups = lasting
-    size = ranks.size
-    for counts in (
-        [[5 * BUFFER_NBYTES + 7] + [1] * (size - 1)] * size,  # one rank gets nearly all
-        [[BUFFER_NBYTES] * size] + [[0] * size] * (size - 1),  # one rank has all
-        [
-            [BUFFER_NBYTES // 2 + source + target for target in range(size)]
-            for source in range(size)
-        ],
-        [[(BUFFER_NBYTES - 64) // (size - 1)] * size] * size,  # just fits
-        [[(BUFFER_NBYTES - 64) // (size - 1) + 1] * size] * size,  # just does not fit
-    ):
-        rows = [random_rows((sum(counts[rank]),), torch.uint8, rank) for rank in range(size)]
-        check_all_to_all(ranks, groups, rows, counts)
 
 
 def test_all_to_all_accepts_rows_that_are_not_contiguous(
