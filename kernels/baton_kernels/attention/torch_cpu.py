@@ -30,7 +30,7 @@ def paged_attention_cpu(
     """
     if not key_cache.stride() == value_cache.stride() == plan.strides:
         raise ValueError(
-            f"key and value cache need the strides of the plan's cache, {plan.strides}, "
+            f"key and value cache need equal strides, those of the plan's cache, {plan.strides}, "
             f"not {key_cache.stride()} and {value_cache.stride()}"
         )
     if len(plan.groups) == 1 and plan.groups[0].queries is None:
