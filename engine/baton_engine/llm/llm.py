@@ -257,8 +257,10 @@ class LLM:
                 return [collector.score() for collector in scored]
             unit = PoolingParams(normalize=True)
             embedded = {
-                text: self._model.vector_collector(tokenize(self._model.tokenizer, text, 0), unit)
-                for pair in pairs
+                text: self._model.vector_collector(
+                    tokenize(self._model.tokenizer, text, index), unit
+                )
+                for index, pair in enumerate(pairs)
                 for text in pair
             }
             self._run(list(embedded.values()), use_tqdm)

@@ -120,6 +120,12 @@ def test_pairs_are_one_to_many_or_one_to_one(tmp_path: Path) -> None:
             llm.score("a", [5], use_tqdm=False)  # type: ignore[list-item]
 
 
+def test_an_error_of_a_pair_names_its_position(tmp_path: Path) -> None:
+    path = create_checkpoint(tmp_path / "qwen3", "qwen3", pooling="mean", **SMALL)
+    with make_llm(path) as llm, pytest.raises(ValueError, match="prompt 2"):
+        llm.score(["a", "b", "c"], ["d", "e", "hi\ud800"], use_tqdm=False)
+
+
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     path = create_checkpoint(tmp_path / "model", "qwen3", classifier=True, **SMALL)
     edit_config(path, id2label={"0": "a", "1": "b"})
