@@ -150,5 +150,5 @@ def _read_cpu_list(path: Path) -> list[int]:
 
 
 def _starts(length: int, share: int) -> range:
-    """Return where each complete run of `share` entries starts in a list of `length` entries."""
+    """Return the first index of each whole group of `share` entries in a list of `length`."""
     return range(0, length - share + 1, share) if share else range(0)

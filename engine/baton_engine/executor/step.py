@@ -78,8 +78,8 @@ class SchedulerOutput:
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     #: Number n of tokens to run, by request id: positions [num_computed_tokens,
-    #: num_computed_tokens + n). A request samples in this step only if this range includes the last
-    #: token, prompt or generated, that the worker has when the step runs.
+    #: num_computed_tokens + n). A request samples in this step only if this range includes its last
+    #: token so far, a prompt token or a generated one.
     num_scheduled_tokens: dict[str, int]
     #: Requests that ended or were preempted since the last step. The worker drops them.
     finished_request_ids: list[str]

@@ -92,8 +92,8 @@ class BlockPool:
 
         Args:
             events: list to which evictions and resets are appended. None: nothing is recorded.
-            offload: tier that stores evicted blocks. An event reports such a block as removed only
-                when the block leaves the tier.
+            offload: tier that stores evicted blocks. An event reports an evicted block as removed
+                only when the block leaves the tier.
         """
         self.num_blocks = num_blocks
         self.events = events
@@ -137,8 +137,8 @@ class BlockPool:
         """Remove one reference from each block of a sequence.
 
         A block that is now without references enters the free list: an uncached block at the head,
-        to be allocated next, and a cached block at the tail. Of the cached blocks, the last block
-        of the sequence is allocated again first, because requests share the first blocks more
+        to be allocated next, and a cached block at the tail. The last block of the sequence enters
+        before the first block, and is evicted earlier, because requests share the first blocks more
         often.
 
         Args:

@@ -7,9 +7,9 @@ grammar or for the prompt of their sample group do not block other requests.
 
 Requests of one priority do not starve each other. When all earlier requests have ended, the first
 request is admitted as soon as enough blocks are free. It is preempted last. Its prompt gets tokens
-in every step: each decode takes one token of the budget, and the first prompt is next in line for
-the rest. At most `max_num_batched_tokens` sequences run, so with one prompt among them the decodes
-never use the whole budget. Requests with a lower priority value always come first.
+in every step: each decode takes one token of the budget, and the first prompt gets what is left. At
+most `max_num_batched_tokens` sequences run, and one of them is this prompt, so the decodes leave at
+least one token. Requests with a lower priority value always come first.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ class ModelRunner:
 
         Raises:
             GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if the
-                group of only one rank broke. The step samples nothing. The next step can run after
-                another generation (ranks and expert placement) is committed.
+                group of only one rank broke. The step samples nothing. Steps can run again after
+                the expert group has committed another generation.
         """
         forward_runner, kv = self._ready()
         self._in_flight = None

@@ -110,7 +110,8 @@ class Launch(NamedTuple):
     #: sequence or a segment of one.
     items: int
     target_segments: int  #: 0: no sequence is split.
-    max_queries: int  #: Upper bound of a sequence's queries if one query block holds them, else 1.
+    #: Upper bound of a sequence's queries, if all of them fit into one query block. Otherwise 1.
+    max_queries: int
     shared: dict[str, int]  #: Constants of both kernels.
     constants: dict[str, int]  #: Other constants of the attention kernel.
     partials: Partials | None  #: Workspace that all layers reuse. None: no sequence is split.

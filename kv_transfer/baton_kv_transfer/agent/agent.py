@@ -168,8 +168,8 @@ class Agent(abc.ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that the agent calls after a transfer ended or a notification arrived.
 
-        The call may come from any thread. `wakeup` is not called for an event that the end of a
-        `with agent.waiting()` block handles. NIXL's own interface has no wakeup function.
+        The call may come from any thread. `wakeup` is not called for events that a block
+        `with agent.waiting()` handles when it ends. NIXL's own interface has no wakeup function.
         """
         self._wakeup = wakeup
 

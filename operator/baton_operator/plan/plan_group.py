@@ -60,8 +60,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: int | None = None
     deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
-    #: Start of its progress deadline: its creation, its scheduling, its last change of readiness or
-    #: its last pause or sleep, whichever is latest. None: it is ready.
+    #: Time from which the progress deadline is counted: the latest of its creation, its scheduling,
+    #: its last change of readiness and its last pause or sleep. None: it is ready.
     unready_since: datetime | None = None
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
     #: Since when the pod has been unschedulable only because other pods use the resources.
@@ -321,8 +321,8 @@ def _outdated_to_replace(
     num_ready = sum(m.ready for m in [*current, *outdated])
     if not num_ready and not current:
         return outdated  # no member serves, so no capacity can be lost
-    # A new member that is not ready may never become ready. So it does not replace any outdated
-    # member yet, not even an outdated member that is not ready.
+    # A new member that is not ready may never become ready. So it replaces no outdated member yet,
+    # whether that member is ready or not.
     num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in current))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]

@@ -136,8 +136,9 @@ class Reconciler:
             StaleReadError: a step needs consistent reads.
             Exception: a step failed, and the steps after it were not taken.
         """
-        # 2. Drain marked members, and count their requests after the topology was read in step 1.
-        # A member in phase STANDBY in this topology gets no new requests: its count can only fall.
+        # 2. Drain marked members, and count their unfinished requests. Step 1 has read the topology
+        # before. A member with phase STANDBY there gets no new requests, so its number of
+        # unfinished requests can only fall.
         state.observed = await drain_members(self._drainer, state.observed)
         # 3. Find members that are paused or asleep. They do not stall a rollout.
         state.observed = await self._probes.find_suspended(state.observed, state.now)

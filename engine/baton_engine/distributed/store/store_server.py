@@ -65,7 +65,7 @@ def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -
     Args:
         host: the address to listen on. None: the pod's address.
         port: 0: any free port.
-        secret: secret that clients must prove to have, see `handshake`. Empty: no authentication.
+        secret: the secret that authenticates clients, see `handshake`. Empty: no authentication.
 
     Raises:
         OSError: the address is in use, or is not an address of this host.

@@ -114,8 +114,8 @@ def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -
         return CudagraphMode.NONE
     if mode is not CudagraphMode.NONE and not has_graphs:
         logger.warning(
-            "compilation.cudagraph_mode %s is ignored, because CUDA graphs need a GPU and no "
-            "expert parallelism; steps run without graphs",
+            "compilation.cudagraph_mode %s is ignored, because CUDA graphs need a GPU and do not "
+            "work with expert parallelism; steps run without graphs",
             mode.name,
         )
         return CudagraphMode.NONE

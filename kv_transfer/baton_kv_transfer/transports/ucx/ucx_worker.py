@@ -144,9 +144,9 @@ def _name_socket(fd: int) -> str:
 class Buffer:
     """Memory of one tag message, as a list of runs.
 
-    A single run is also passed to UCX as a list. UCX 1.21 ends the process when a rendezvous of
-    contiguous memory is aborted while UCX's registration cache is off. The cache is off when the
-    process also has another UCX, such as NIXL's.
+    UCX gets a list even for a single run: UCX 1.21 ends the process when a rendezvous of contiguous
+    memory is aborted while UCX's registration cache is off. The cache is off when the process also
+    has another UCX, such as NIXL's.
     """
 
     __slots__ = ("_runs", "address", "count", "nbytes")

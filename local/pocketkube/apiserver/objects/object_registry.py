@@ -353,7 +353,7 @@ class Registry:
     def _default(self, resource: Resource, obj: Object) -> Object:
         """Return a copy of the object with defaults.
 
-        A copy of a custom resource shares its `metadata` with `obj`.
+        If the object is a custom resource, `obj` and the copy share `metadata`.
         """
         if custom := self.catalog.custom(resource):
             metadata = obj["metadata"]
