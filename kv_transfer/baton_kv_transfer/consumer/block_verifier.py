@@ -48,8 +48,11 @@ class BlockVerifier:
 
     def read(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
         """Queue published blocks to be read from the producer's memory, and verified."""
-        window = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
-        self._windows.setdefault(rank_transfer.peer, window).enqueue(rank_transfer, positions)
+        window = self._windows.get(rank_transfer.peer)
+        if window is None:
+            window = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
+            self._windows[rank_transfer.peer] = window
+        window.enqueue(rank_transfer, positions)
 
     def verify(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
         """Queue blocks for verification. The producer has written them into the load's slots."""

@@ -76,16 +76,12 @@ def run_serve(model: str, flags: list[str]) -> int:
         parser.error(str(error))
     except ConfigurationError as error:
         return report_fatal(error.reason, error.message)
-    for name, host, see in (
-        ("port", options.host, "--host and --port"),
-        ("metrics_port", LOOPBACK, "--metrics-port"),
-    ):
-        port = getattr(options, name)
-        try:
-            setattr(options, name, _free_port(host, port))
-        except OSError as error:
-            print_message(f"cannot listen on {host}:{port}: {error.strerror}; see {see}")
-            return 1
+    try:
+        options.port = _free_port(options.host, options.port, "--host and --port")
+        options.metrics_port = _free_port(LOOPBACK, options.metrics_port, "--metrics-port")
+    except OSError as error:
+        print_message(str(error))
+        return 1
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
         server = _Server(cached or model, options, engine_flags, Path(folder))
         return asyncio.run(server.run())
@@ -355,17 +351,21 @@ async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str
         return f"{name}: HTTP {response.status}"
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(host: str, port: int, flags: str) -> int:
     """Return `port` if no process listens on it. If `port` is 0, return a free port.
 
     Raises:
-        OSError: the port is in use, or `host` is not an address of this machine.
+        OSError: the port is in use, or `host` is not an address of this machine. The message names
+            `flags`.
     """
-    if port == 0:
-        [port] = free_ports(1, host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # A port counts as free if only closed connections in TIME_WAIT still use it.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return probe.getsockname()[1]
+    try:
+        if port == 0:
+            [port] = free_ports(1, host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            # A port counts as free if only closed connections in TIME_WAIT still use it.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; see {flags}") from error

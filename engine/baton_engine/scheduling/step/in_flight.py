@@ -75,10 +75,10 @@ class RunAhead:
     def allows(self, request: Request) -> bool:
         """Return whether the next tokens of `request` may run before its steps in flight return.
 
-        Prompt tokens may run. A placeholder (a token that a step in flight will sample) may run
-        except in two cases: `max_tokens` or `max_model_len` allows no token after it, or a grammar
-        or a KV transfer needs the sampled token first. If the sampled token ends the request, the
-        results of later steps are ignored.
+        Prompt tokens may run. A placeholder, a token that a step in flight will sample, may run
+        with two exceptions. `max_tokens` or `max_model_len` may allow no token after it. A grammar
+        or a KV transfer may need the sampled token first. If the sampled token ends the request,
+        the results of later steps are ignored.
         """
         if not self.enabled:
             return False

@@ -14,6 +14,8 @@ from support.engine.ranks.expert_ranks import (
 )
 
 NUM_LAYERS, NUM_EXPERTS = 2, 8
+#: Largest difference of logits between one rank and several.
+TOLERANCE = 3e-5
 SEQUENCES = [[5, 6, 7, 8, 9, 10, 11], [300, 2, 1, 4, 2, 1, 9]]
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from baton_engine.distributed.group import Group
-from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts.expert_exchange import wanted_by
 from baton_engine.worker.experts.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore
 from baton_protocol.topology import Generation
-from support.engine.model_cases import ThreadGroup, load, run_model
+from support.engine.model_cases import ThreadGroup
 from support.engine.ranks.expert_ranks import (
     ThreadNetwork,
     ThreadRank,
@@ -23,26 +22,12 @@ from support.engine.ranks.expert_ranks import (
 from support.engine.ranks.generation_cases import (
     NUM_EXPERTS,
     NUM_LAYERS,
-    SEQUENCES,
+    TOLERANCE,
     compute_logits,
     generation_of,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
-TOLERANCE = 3e-5
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(
-        tmp_path_factory.mktemp("generations") / "model", "qwen3_moe", seed=6, **SMALL
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> Tensor:
-    return run_model(load(checkpoint), SEQUENCES, 7)
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ from torch import Tensor
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts import generations as generations_module
 from baton_engine.worker.experts.expert_weights import Expert, ExpertKey, ExpertStore
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import ExpertLoads, Generation
-from support.engine.model_cases import Meeting, ThreadGroup, load, run_model
+from support.engine.model_cases import Meeting, ThreadGroup
 from support.engine.ranks.expert_ranks import (
     ThreadNetwork,
     ThreadRank,
@@ -35,6 +34,7 @@ from support.engine.ranks.generation_cases import (
     NUM_EXPERTS,
     NUM_LAYERS,
     SEQUENCES,
+    TOLERANCE,
     compute_logits,
     generation_of,
 )
@@ -42,21 +42,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}
-TOLERANCE = 3e-5
 WAIT_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_checkpoint(
-        tmp_path_factory.mktemp("generations") / "model", "qwen3_moe", seed=6, **SMALL
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> Tensor:
-    return run_model(load(checkpoint), SEQUENCES, 7)
 
 
 def wait_for(rank: ThreadRank, state: PreparationState) -> Preparation:
