@@ -317,7 +317,7 @@ def _add_logs(commands: _Commands) -> None:
         "name",
         nargs="?",
         help="pod, role of pods (decode, prefill, gateway, coordinator), or component "
-        "(control-plane, kubelet, controllers, proxy, operator); default: all pods",
+        "(control-plane, kubelet, controllers, proxy, operator, supervisor); default: all pods",
     )
     logs.add_argument("-f", "--follow", action="store_true")
     logs.add_argument("--tail", type=int, default=None, metavar="LINES")

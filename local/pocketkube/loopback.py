@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
-import os
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
@@ -15,15 +14,17 @@ from pocketkube.private_files import write_private
 logger = logging.getLogger(__name__)
 
 _UNPRIVILEGED_PORTS = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+_STATUS = Path("/proc/self/status")
+_NET_BIND_SERVICE = 10  # number of the capability in capabilities(7)
 _ALWAYS_THERE = ipaddress.ip_network("127.0.0.0/8")
 
 
 def served_port(port: int) -> int:
     """Return the port on which the proxy listens for the Service port `port`.
 
-    A port that only root can bind is replaced by `port + 8000`: 80 becomes 8080.
+    A port that this process may not bind is replaced by `port + 8000`: 80 becomes 8080.
     """
-    if port >= 1024 or os.geteuid() == 0:
+    if port >= 1024 or _has_capability(_NET_BIND_SERVICE):
         return port
     try:
         reserved = int(_UNPRIVILEGED_PORTS.read_text())
@@ -98,6 +99,11 @@ class LoopbackAddresses:
     def _save(self) -> None:
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
         write_private(self._ledger, json.dumps(sorted(self._added)).encode())
+
+
+def _has_capability(number: int) -> bool:
+    line = next(each for each in _STATUS.read_text().splitlines() if each.startswith("CapEff:"))
+    return bool(int(line.split()[1], 16) >> number & 1)
 
 
 def _ip(verb: str, address: str) -> str:

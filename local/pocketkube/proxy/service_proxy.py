@@ -115,7 +115,7 @@ class ServiceProxy:
                 accept, address, port, backlog=1024
             )
             if port != endpoint[1]:
-                message = f"only root can bind {address}:{endpoint[1]}; use port {port} instead"
+                message = f"the proxy may not bind {address}:{endpoint[1]}; use port {port} instead"
                 self._events.record(service, "Service", "PortMoved", message)
         except OSError as error:
             message = f"cannot listen on {endpoint[0]}:{endpoint[1]}: {error}"

@@ -46,12 +46,23 @@ def test_ranges_of_a_killed_cluster_are_reused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("user", "reserved", "port"), [(0, "1024", 80), (1000, "1024", 8080), (1000, "0", 80)]
+    ("capabilities", "reserved", "port"),
+    [
+        ("000001ffffffffff", "1024", 80),
+        ("0000000000000400", "1024", 80),
+        ("000001fffffffbff", "1024", 8080),
+        ("0000000000000000", "1024", 8080),
+        ("0000000000000000", "0", 80),
+    ],
 )
-def test_a_privileged_port_is_served_at_8080(monkeypatch, tmp_path, user, reserved, port) -> None:
+def test_a_port_that_may_not_be_bound_is_served_at_8080(
+    monkeypatch, tmp_path, capabilities, reserved, port
+) -> None:
+    status = tmp_path / "status"
+    status.write_text(f"CapPrm:\t0000000000000000\nCapEff:\t{capabilities}\n")
     setting = tmp_path / "ip_unprivileged_port_start"
     setting.write_text(reserved)
     monkeypatch.setattr(loopback, "_UNPRIVILEGED_PORTS", setting)
-    monkeypatch.setattr(loopback.os, "geteuid", lambda: user)
+    monkeypatch.setattr(loopback, "_STATUS", status)
     assert served_port(80) == port
     assert served_port(8000) == 8000

@@ -9,10 +9,15 @@ import copy
 from typing import Any
 
 import jsonpatch
+import msgspec
 
 from pocketkube.apiserver.errors import ApiError, bad_request
 from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.merge_strategy import FieldTypes, Path
+
+#: Maximum size of all values that one JSON patch copies, in bytes of JSON. Each copy could double
+#: the object.
+MAX_COPIED_BYTES = 2**20
 
 
 def media_types(resource: Resource) -> list[str]:
@@ -31,12 +36,22 @@ def json_patch(original: Object, operations: Any) -> Object:
     """Apply a JSON patch, and return the patched object.
 
     Raises:
-        ApiError: 400 for a malformed patch, 422 for an operation that does not fit the object.
+        ApiError: 400 for a malformed patch, 413 if it copies more than MAX_COPIED_BYTES, and 422
+            for an operation that does not fit the object.
     """
     if not isinstance(operations, list):
         raise bad_request("a JSON patch is a list of operations")
+    result, copied = copy.deepcopy(original), 0
     try:
-        return jsonpatch.JsonPatch(operations).apply(copy.deepcopy(original))
+        jsonpatch.JsonPatch(operations)  # checks all operations before the first is applied
+        for operation in operations:
+            if operation["op"] == "copy":
+                source = jsonpatch.JsonPointer(operation["from"]).resolve(result)
+                copied += len(msgspec.json.encode(source))
+                if copied > MAX_COPIED_BYTES:
+                    raise ApiError(413, "RequestEntityTooLarge", "the JSON patch copies too much")
+            result = jsonpatch.apply_patch(result, [operation], in_place=True)
+        return result
     except jsonpatch.InvalidJsonPatch as error:
         raise bad_request(f"error decoding patch: {error}") from error
     except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException, KeyError) as error:

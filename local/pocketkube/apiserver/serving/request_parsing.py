@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import yaml
 from aiohttp import web
 
@@ -18,6 +18,8 @@ from pocketkube.apiserver.serving import selectors
 
 #: Media types of objects in request bodies.
 OBJECT_TYPES = ("application/json", "application/yaml")
+#: Maximum number of nested levels of YAML in a request body.
+MAX_YAML_DEPTH = 500
 
 
 def verb_of(info: RequestInfo, request: web.Request) -> str:
@@ -178,6 +180,19 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
+def _check_depth(raw: bytes) -> None:
+    """Raise ValueError if the YAML in `raw` is nested too deeply.
+
+    The loader of libyaml is recursive without a limit, and would overflow the stack.
+    """
+    depth = 0
+    for event in yaml.parse(raw, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_YAML_DEPTH:
+            raise ValueError(f"it has more than {MAX_YAML_DEPTH} nested levels")
+
+
 def media_type_of(request: web.Request) -> str:
     """Return the media type of the body: JSON if the request names none, as in Kubernetes."""
     return request.content_type if "Content-Type" in request.headers else "application/json"
@@ -198,11 +213,13 @@ def parse_body(raw: bytes, media_type: str, accepted: Sequence[str] = OBJECT_TYP
     if media_type not in accepted:
         raise errors.unknown_media_type(accepted)
     try:
-        return json.loads(raw)
-    except ValueError as error:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:
         if "yaml" not in media_type:
             raise errors.bad_request(f"the request's body is not JSON: {error}") from error
     try:
-        return yaml.load(raw, Loader=_Loader)
-    except yaml.YAMLError as error:
+        _check_depth(raw)
+        # The result must be JSON, because responses with the object are.
+        return msgspec.json.decode(msgspec.json.encode(yaml.load(raw, Loader=_Loader)))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise errors.bad_request(f"the request's body is not YAML: {error}") from error
