@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import queue
@@ -10,6 +11,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.fetch_progress import FetchProgress
@@ -120,7 +122,7 @@ class Download:
         attempt, corrupt, reached, silent_since = 0, 0, 0, time.monotonic()
         while not self._stop.is_set():
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            with os.fdopen(fd, "r+b") as target:
+            with _Target(fd, file.size) as target:
                 offset = os.fstat(fd).st_size
                 if offset > file.size:
                     target.truncate(offset := 0)
@@ -156,6 +158,22 @@ class Download:
                 )
             logger.warning("%s: %s; downloading the file again", file.name, problem)
             self._progress.fail(f"{file.name}: {problem}")
+
+
+class _Target(io.BufferedRandom):
+    """A file that is written up to its listed size.
+
+    One write may exceed the size. `verify` then finds the difference.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        super().__init__(io.FileIO(fd, "r+b"))
+        self._size = size
+
+    def write(self, data: Any) -> int:
+        if self.tell() > self._size:
+            raise TransientError(f"the source sent more than the listed {self._size} bytes")
+        return super().write(data)
 
 
 def _disk_error(error: OSError) -> Exception:

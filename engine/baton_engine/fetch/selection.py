@@ -40,7 +40,8 @@ def select(names: Iterable[str], only: Only) -> list[str]:
     """Return the names of the files to download, sorted.
 
     Only safetensors, JSON and tokenizer files at the top of the model's folder are selected, and
-    POOLING_FILE. Files that can contain code, such as pickles, are not downloaded.
+    POOLING_FILE. Hidden files are not downloaded, and neither are files that can contain code, such
+    as pickles.
 
     Args:
         names: all files of the model.
@@ -53,7 +54,7 @@ def select(names: Iterable[str], only: Only) -> list[str]:
     taken = []
     for name in sorted(set(names)):
         check_name(name)
-        at_top = "/" not in name
+        at_top = not name.startswith(".") and "/" not in name
         text = at_top and name in TEXT_FILES
         engine = name == POOLING_FILE or (at_top and name.endswith((WEIGHTS_SUFFIX, ".json")))
         if text or (engine and only == "all"):

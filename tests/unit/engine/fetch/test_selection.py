@@ -29,3 +29,8 @@ def test_a_listing_of_very_many_files_is_refused() -> None:
     with pytest.raises(FetchError, match=f"{MAX_FILES + 1} files") as caught:
         select(["config.json", *names], "all")
     assert caught.value.reason == "ModelInvalid"
+
+
+def test_hidden_files_are_not_downloaded() -> None:
+    names = ["config.json", "x.safetensors", ".baton-partial.json", ".baton-model.json"]
+    assert select(names, "all") == ["config.json", "x.safetensors"]
