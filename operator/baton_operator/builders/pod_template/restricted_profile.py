@@ -234,6 +234,8 @@ def _check_credentials(
                 raise must_be("a Secret that another field of the service names", field, value)
         elif key == "annotations":  # of the claim of an ephemeral volume
             restrictions.check_annotations(value, field)
+        elif key == "labels":  # likewise
+            restrictions.check_labels(value, field)
 
 
 def _fields(node: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]:

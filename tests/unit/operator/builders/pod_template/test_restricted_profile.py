@@ -203,10 +203,11 @@ def test_annotations_of_kernel_profiles_are_refused_even_with_an_allowed_prefix(
         pod_of("decode", {"metadata": {"annotations": {name: "unconfined"}}}, allowed)
 
 
-def test_annotations_of_claims_need_an_allowed_prefix() -> None:
-    claim = {"metadata": {"annotations": {"a.example/b": "c"}}, "spec": {}}
+@pytest.mark.parametrize("kind", ["annotations", "labels"])
+def test_annotations_and_labels_of_claims_need_an_allowed_prefix(kind: str) -> None:
+    claim = {"metadata": {kind: {"a.example/b": "c"}}, "spec": {}}
     template = {"spec": volume(ephemeral={"volumeClaimTemplate": claim})}
-    with pytest.raises(ValueError, match=r"volumeClaimTemplate.metadata.annotations.a.example/b: "):
+    with pytest.raises(ValueError, match=rf"volumeClaimTemplate.metadata.{kind}.a.example/b: "):
         pod_of("decode", template, Restrictions())
     pod_of("decode", template, Restrictions(annotation_prefixes=("a.example/",)))
 
