@@ -30,8 +30,8 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: `name` is not the bare name of a file, a link leads out of the folder, or the
-            file is not a regular file or cannot be read. The message names the file.
+        ValueError: `name` is not the bare name of a file, or a link leads out of the folder. Or the
+            file is not a regular file, or cannot be read. The message names the file.
     """
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")

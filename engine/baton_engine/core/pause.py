@@ -140,6 +140,10 @@ class PauseControl:
         Returns:
             None if the engine sleeps now. Otherwise a Future, which is resolved when the engine
             sleeps. The Future fails if another call cancels the sleep.
+
+        Raises:
+            ValueError: the level or the mode is unknown.
+            RuntimeError: the engine already sleeps at another level, or is partly awake.
         """
         _check_mode(mode)
         if level not in (0, 1, 2):

@@ -93,8 +93,8 @@ class BoundedHTTPServer(ThreadingHTTPServer):
             self._since[request] = time.monotonic()
         if oldest is not None:
             self._log.warning(
-                "the HTTP connection with the oldest request is closed: the limit of %s "
-                "connections on port %s is reached",
+                "the limit of %s HTTP connections on port %s is reached: closing the connection "
+                "that has been without a response for the longest time",
                 MAX_CONNECTIONS,
                 self.server_port,
             )

@@ -99,7 +99,10 @@ class Scheduler:
         2. Requests whose KV has been loaded join the batch. They come before swapped requests,
            because they hold blocks that swapped requests may need.
         3. Swapped requests get blocks back, to run from the next step on.
-        4. If no request is swapped out, waiting requests join the batch or start to load KV.
+        4. If no request was resumed and none is swapped out, waiting requests join the batch or
+           start to load KV.
+
+        If 1 preempts a request, 2 to 4 are skipped.
 
         Returns:
             Whether any request was preempted, swapped out or swapped in.
@@ -158,10 +161,13 @@ class Scheduler:
         return moved
 
     def _decode(self, step: StepBuilder, request: Request, sequences: Sequence[Request]) -> bool:
-        """Run one token of every sequence of `request`, or no token if memory stays short.
+        """Run one token of each of `sequences`, or no token if memory stays short.
 
         Requests are preempted until the memory suffices. No sequence runs before there is memory
         for all `sequences`, because a beam search is preempted as a whole.
+
+        Args:
+            sequences: sequences of `request`.
 
         Returns:
             Whether any request was preempted or swapped out.

@@ -310,8 +310,9 @@ class EngineCoreProc:
             self._drain_requested = True
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
-        # GET /drain needs no service key, so it must not use time of the loop. Before the loop
-        # starts a drain, it handles the ADD messages in the input queue, so the stats count them.
+        # GET /drain needs no service key, so it reads the last stats and uses no time of the loop.
+        # A drain starts after the loop has handled the ADD messages that were queued before it, so
+        # the stats count these requests.
         stats: EngineStats = self._run_in_loop(EngineCore.drain) if start else self._stats
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
@@ -319,13 +320,13 @@ class EngineCoreProc:
         """Run a utility method for the admin server, with arguments from a URL's query.
 
         Returns:
-            The method's result, or `AdminCallPending` if the call takes longer than
+            The method's result, or `AdminCallPending` if its Future is not done within
             ADMIN_TIMEOUT_S.
 
         Raises:
             UtilityCallError: there is no such method, or its arguments are wrong.
             RuntimeError: the engine does not serve.
-            TimeoutError: the loop does not answer.
+            TimeoutError: the loop does not answer. The call may still run.
             Exception: any exception of the method.
         """
         arguments = utility_calls.bind_query(method, query)

@@ -67,8 +67,8 @@ class OutputBuffers:
     def _reclaim(self) -> None:
         """Take back sent buffers, oldest first. Stop at the first buffer that ZMQ still reads.
 
-        A client that does not read keeps its buffers, and the first one hides later buffers that
-        ZMQ has sent. When the number of lent buffers has doubled, these later buffers are dropped.
+        Buffers for a client that does not read stay lent, and so do later buffers that ZMQ has sent
+        to others. When the number of lent buffers has doubled, the sent ones are dropped.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

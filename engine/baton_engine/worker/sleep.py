@@ -54,7 +54,7 @@ def wake_up(runner: ModelRunner, tags: list[str] | None = None) -> None:
     wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
     if unknown := wanted - {WEIGHTS, KV_CACHE}:
         raise ValueError(
-            f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got {', '.join(sorted(unknown))}"
+            f"wake_up tags must be {WEIGHTS} or {KV_CACHE}, got {', '.join(sorted(unknown))}"
         )
     loaded, kv = runner.loaded, runner.kv
     slept = loaded.is_absent or (kv is not None and kv.is_dropped)

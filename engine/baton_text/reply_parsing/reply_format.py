@@ -79,8 +79,8 @@ class ReplyFormat:
             special_token_id: returns the id of a special token, and None for any other text.
 
         Raises:
-            RequestError: the grammar of the reply is too long, its schemas are nested too deeply,
-                or the model's calls cannot be told apart from the JSON of response_format.
+            RequestError: the grammar is too long, or its schemas are nested too deeply. Or the
+                model's calls cannot be told apart from the JSON of response_format.
         """
         tools = request.callable_tools()
         output = None if tools else request.structured_output()
@@ -196,7 +196,7 @@ class ReplyFormat:
 
 @dataclass(frozen=True)
 class Reply:
-    """How one reply is generated and parsed.
+    """The grammar and the parser of one reply.
 
     Args:
         parser: returns a parser for one sample of the reply.

@@ -398,7 +398,7 @@ class ToolLayout(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """The format in which a family of models writes tool calls.
 
     Args:
         markers: the texts that begin calls. Empty: calls stand at the start of the reply, without a

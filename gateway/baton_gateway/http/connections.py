@@ -153,9 +153,9 @@ class Connections:
         if now >= self._next_warning:
             self._next_warning = now + LOG_INTERVAL_S
             logger.warning(
-                "the limit of %d connections (max_connections) is reached: closing the connection "
-                "that has waited longest for a request, or the new connection if none waits; raise "
-                "max_connections, or run more gateways",
+                "the limit of %d connections is reached: closing the connection that has waited "
+                "longest for a request, or the new connection if none waits; raise max_connections "
+                "and the limits of file descriptors and memory, or run more gateways",
                 self.limit,
             )
 

@@ -239,7 +239,8 @@ class Dispatcher:
             raise error from failure
         if output.finish_reason is FinishReason.ABORT:
             raise AttemptError(
-                "the engine aborted the request (it is shutting down)", ErrorCode.DRAINING
+                "the engine aborted the request: it shuts down, pauses or sleeps",
+                ErrorCode.DRAINING,
             )
         expected = len(sequence.generated_token_ids)
         if output.new_token_ids and output.token_offset != expected:

@@ -314,8 +314,9 @@ class EnginePool:
         """Return why the requests of a live engine should move to other engines; None: they stay.
 
         Requests move if the engine sleeps, or if they made no progress for the stall timeout and
-        for twice the engine's longest step. They stay for up to MAX_STALL_S if no other decode
-        engine can continue them. Decode engines also continue the requests of prefill engines.
+        for twice the engine's longest step. If no other decode engine can continue them, they stay
+        until they have made no progress for MAX_STALL_S as well. Decode engines also continue the
+        requests of prefill engines.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:

@@ -51,10 +51,9 @@ def record_published(rank_transfer: RankTransfer, message: Publish) -> list[int]
         rank_transfer.peer_slots[position] = block.slot
         rank_transfer.checksums[position] = block.checksum
         new.append(position)
-    num_published = int((rank_transfer.peer_slots >= 0).sum())
-    if message.last and num_published < load.num_blocks:
+    if message.last and (published := int((rank_transfer.peer_slots >= 0).sum())) < load.num_blocks:
         raise PublishError(
             FailureReason.OTHER_PROMPT,
-            f"{peer.name} published {num_published} of the {load.num_blocks} requested blocks",
+            f"{peer.name} published {published} of the {load.num_blocks} requested blocks",
         )
     return new

@@ -228,9 +228,10 @@ def value_at(spec: Spec, path: str) -> Any:
 
 
 def is_deeper(value: Any, num_levels: int) -> bool:
-    """Return whether `value` has more than `num_levels` levels of nested objects and lists.
+    """Return whether `value` has more than `num_levels` levels.
 
-    `1` and `{}` have one level, `{"a": 1}` has two.
+    A scalar and an empty object have one level. An object or list has one level more than its
+    deepest value.
     """
     level = [value]
     for _ in range(num_levels):

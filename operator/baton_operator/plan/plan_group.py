@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     ready: bool = False
     failed: bool = False  # phase Failed or Succeeded: the containers will not run again
-    started: bool = False  # the container runs, so the member may have requests
+    started: bool = False  # the startup probe has passed, so the member may have requests
     draining: bool = False
     drain_started: datetime | None = None
     #: Number of unfinished requests and transfers in the reply to POST /drain. None: no reply.

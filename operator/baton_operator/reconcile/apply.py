@@ -171,7 +171,7 @@ def contains(present: Any, desired: Any) -> bool:
 async def delete_unused_config_maps(
     kube: Kube, needed: Collection[str], observed: Observation
 ) -> None:
-    """Delete the service's ConfigMaps that no pod mounts.
+    """Delete the service's ConfigMaps that no pod mounts and that are not in `needed`.
 
     Nothing is deleted if this reconcile did not list the ConfigMaps.
 

@@ -56,9 +56,9 @@ class _Fetched(msgspec.Struct):
 
 
 class _ModelState(NamedTuple):
-    """What the pods show about the model.
+    """The state of the model, as observed on the pods of the newest revision.
 
-    Only pods of the newest revision count, because other pods may have another model.
+    Other pods do not count, because they may have another model.
     """
 
     model: Model

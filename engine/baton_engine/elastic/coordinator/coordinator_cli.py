@@ -48,10 +48,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     coordinator.install_signal_handlers()
     logger.info(
-        "the coordinator listens on port %d, http port %d of %s",
+        "the coordinator listens on %s: port %d, http port %d",
+        host,
         coordinator.port,
         coordinator.http_port,
-        host,
     )
     return coordinator.run()
 

@@ -53,7 +53,8 @@ class Operation:
     #: Size in bytes of the experts that ranks must receive.
     moved_bytes: int = 0
     rebalancing: Rebalancing | None = None
-    #: Number of ranks that have not committed the target or retired from the previous generation.
+    #: Number of ranks that have not committed the target, plus the number of ranks that have not
+    #: retired from the previous generation.
     num_pending: int = 0
     #: Time at which `num_pending` last changed, in seconds.
     progress_at: float = 0.0

@@ -85,8 +85,8 @@ def check_status(status: Status) -> None:
         raise ValueError(f"{member.name}: a nonce or the instance id of a suspect is invalid")
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
         raise ValueError(
-            f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} "
-            f"experts exceed the limits of {MAX_LAYERS} layers and {MAX_EXPERTS} experts"
+            f"{member.name}: num_sparse_layers must be 0 to {MAX_LAYERS} and num_experts 0 to "
+            f"{MAX_EXPERTS}, got {status.num_sparse_layers} and {status.num_experts}"
         )
     if not 0 <= status.num_redundant_experts <= MAX_REDUNDANT_EXPERTS:
         raise ValueError(
@@ -123,7 +123,8 @@ def check_status(status: Status) -> None:
             PRINTABLE.fullmatch(generation.nonce) and PRINTABLE.fullmatch(generation.store_host)
         ):
             raise ValueError(
-                f"{member.name}: a generation has too many members, or an invalid nonce or host"
+                f"{member.name}: a generation has {len(generation.members)} members (limit "
+                f"{MAX_MEMBERS}), or its nonce or its host is not printable ASCII"
             )
         if generation.operation_id and not OPERATION_ID.fullmatch(generation.operation_id):
             raise ValueError(

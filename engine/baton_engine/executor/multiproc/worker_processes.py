@@ -40,8 +40,8 @@ class WorkerProcesses:
             send_timeout_s: limit for sending to a process that does not read. After this time,
                 sending raises BlockingIOError.
             on_answer: called with rank and answer, from the watching thread.
-            on_death: called with rank and reason, from the watching thread, after a process has
-                ended and all its answers were received, or if a process cannot be started.
+            on_death: called with rank and reason, from the watching thread. It is called if a
+                process cannot be started, or has ended and all its answers were received.
         """
         self._starts = starts
         self._environment = os.environ | environment

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompilationPlan:
-    """How a worker compiles the model and captures graphs."""
+    """The settings by which a worker compiles the model and captures graphs."""
 
     #: none, eager (traced and cut into pieces that run operator by operator) or inductor.
     mode: str

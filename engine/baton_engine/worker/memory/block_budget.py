@@ -80,9 +80,9 @@ def blocks_on_gpu(
        these bytes hold. This rank's part must fit in the room.
     3. Neither is set: the cache gets all blocks that fit in the room.
 
-    The number of swap blocks is the number that `cache.swap_memory_bytes` can hold. If this setting
-    is None, the pinned memory of swap blocks on this host is at most SWAP_MEMORY_PERCENT of the
-    memory that the offload tier leaves. There are then at most as many swap blocks as cache blocks.
+    The number of swap blocks is the number that `cache.swap_memory_bytes` can hold. If it is None,
+    swap blocks on this host take at most SWAP_MEMORY_PERCENT of the memory that the offload tier
+    leaves. There are then at most as many swap blocks as cache blocks.
 
     Args:
         cache: configuration of the cache.

@@ -321,10 +321,9 @@ class _Packing:
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
         """Return the best swap of an expert on `heavy` with one on `light`; None if no swap helps.
 
-        A swap helps if afterwards both ranks have less load than `heavy` has now. Among the swaps
-        after which both loads are at most `good_enough`, the best swap is the swap with which the
-        two ranks receive the fewest experts. If there is no such swap, the best swap has the lowest
-        maximum of both loads.
+        A swap helps if afterwards both ranks have less load than `heavy` has now. Of the swaps
+        after which both loads are at most `good_enough`, the best one moves the fewest experts. If
+        there is no such swap, the best one has the lowest maximum of both loads.
 
         Returns:
             (expert that leaves `heavy`, expert that leaves `light`).
