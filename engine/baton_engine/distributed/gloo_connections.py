@@ -86,13 +86,13 @@ def open_device(host: str) -> tuple[Any, Address, Collection[int]]:
 def connections_among(
     listening: Collection[Address], older: Collection[int] = ()
 ) -> list[GlooConnection]:
-    """Return this process's connections to or from these addresses.
+    """Return this process's connections to or from the addresses in `listening`.
 
     If several ranks are threads of this process, the list has the connections of all these ranks.
 
     Args:
-        listening: addresses on which the members' devices listen.
-        older: inodes of sockets that are older than this rank's device. They are skipped.
+        listening: addresses on which gloo of each member listens.
+        older: inodes of sockets that are older than this rank's gloo device. They are skipped.
     """
     return [each for each in _connected(older) if {each.own, each.peer} & set(listening)]
 

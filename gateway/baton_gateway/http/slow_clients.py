@@ -62,8 +62,8 @@ def abort_if_unread(
 ) -> None:
     """Close the connection if too many outputs wait for a client that does not read.
 
-    If the connection has no unread bytes, the gateway is slow and not the client. The connection
-    then stays open.
+    If the client has read all bytes that were sent, the gateway is slow and not the client. The
+    connection then stays open.
 
     Args:
         http: the request.

@@ -191,12 +191,12 @@ class UCXWorker:
     """
 
     def __init__(self, ucxx: Any, worker: Any, listeners: dict[int, str]) -> None:
-        """Take over a new worker of ucxx.
+        """Wrap a new worker of ucxx.
 
         Args:
             ucxx: the module with ucxx's classes.
             worker: the worker.
-            listeners: listening sockets of the worker, file descriptor to name. Empty without TCP.
+            listeners: name of each listening socket by file descriptor. Empty without TCP.
         """
         self._ucxx = ucxx
         self._ucp = library.load()
