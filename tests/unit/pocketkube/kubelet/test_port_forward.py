@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from socket import SO_RCVBUF, SOL_SOCKET
 
 import aiohttp
 import pytest
@@ -183,10 +184,12 @@ async def test_a_connection_whose_pod_does_not_read_does_not_stop_the_others(
 async def test_a_pod_that_reads_slowly_is_not_reset(
     listen: Callable[..., Awaitable[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_forward, "_STALL_S", 0.5)
+    monkeypatch.setattr(port_forward, "_STALL_S", 1.0)
     num_read: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def read_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # With a small buffer, the kernel takes more bytes after each read, not after many reads.
+        writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_RCVBUF, 2**17)
         total = 0
         while part := await reader.read(2**20):
             total += len(part)
