@@ -136,7 +136,8 @@ class Attacker:
                 self._key.protect_client(attacker)
             monitor = attacker.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             attacker.connect(f"tcp://{host}:{port}")
-            attacker.send(message)
+            with contextlib.suppress(zmq.Again):  # already refused
+                attacker.send(message, zmq.NOBLOCK)
             assert monitor.poll(int(DEADLINE_S * 1000)), f"no handshake with {host}:{port}"
             accepted = bool(recv_monitor_message(monitor)["event"] & zmq.EVENT_HANDSHAKE_SUCCEEDED)
             attacker.disable_monitor()
