@@ -103,6 +103,9 @@ async def test_a_group_survives_deaths_at_random_moments(
                     group.coordinator if v == "coordinator" else group.ranks[rng.choice(members)]
                     for v in victims
                 ]
+                dead = set()
+                if how is signal.SIGKILL:
+                    dead = await asyncio.to_thread(group.instances, [pod.name for pod in hit])
                 since = time.monotonic()
                 for pod in hit:
                     pod.process.send_signal(how)
@@ -110,7 +113,7 @@ async def test_a_group_survives_deaths_at_random_moments(
                 await asyncio.gather(wait_for_tokens(load, since, what), restart(hit, how))
                 for pod in hit:
                     pod.process.send_signal(signal.SIGCONT)
-                await asyncio.to_thread(group.wait_for, members, timeout_s=RESTART_S)
+                await asyncio.to_thread(group.wait_for, members, timeout_s=RESTART_S, dead=dead)
 
 
 async def change(group: ExpertGroup, members: list[str], rng: random.Random) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,20 @@ class ExpertGroup:
         assert status == 200, f"GET /topology: {status} {body}"
         return msgspec.json.decode(body, type=TopologyStatus)
 
-    def wait_for(self, names: list[str], *, timeout_s: float) -> TopologyStatus:
+    def instances(self, names: Collection[str]) -> set[str]:
+        """Return the instance ids of the registered ranks among `names`."""
+        return {each.instance_id for each in self.topology().members if each.name in names}
+
+    def wait_for(
+        self, names: list[str], *, timeout_s: float, dead: Collection[str] = ()
+    ) -> TopologyStatus:
         """Wait until exactly the ranks `names` serve in one generation. Return the status.
 
         If the coordinator was restarted, send the last request again, as the operator does.
+
+        Args:
+            dead: ids of instances that have ended. The status still has them until the coordinator
+                notices.
         """
 
         def reached() -> TopologyStatus:
@@ -177,6 +187,7 @@ class ExpertGroup:
                 f"{msgspec.json.encode(status).decode()}\n{self.tails()}"
             )
             assert all(member.phase is RankPhase.SERVING for member in members.values()), status
+            assert not {member.instance_id for member in members.values()} & set(dead), status
             return status
 
         return eventually(
