@@ -180,13 +180,16 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def _check_depth(raw: bytes) -> None:
-    """Raise ValueError if the YAML in `raw` is nested too deeply.
+def _check_yaml(raw: bytes) -> None:
+    """Raise ValueError if the YAML in `raw` is nested too deeply or has aliases.
 
-    The loader of libyaml is recursive without a limit, and would overflow the stack.
+    The loader of libyaml is recursive without a limit, and would overflow the stack. Aliases of
+    aliases could take all memory. kubectl sends JSON, so it expands aliases itself.
     """
     depth = 0
     for event in yaml.parse(raw, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has an alias; write the value instead")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_YAML_DEPTH:
@@ -218,7 +221,7 @@ def parse_body(raw: bytes, media_type: str, accepted: Sequence[str] = OBJECT_TYP
         if "yaml" not in media_type:
             raise errors.bad_request(f"the request's body is not JSON: {error}") from error
     try:
-        _check_depth(raw)
+        _check_yaml(raw)
         # The result must be JSON, because responses with the object are.
         return msgspec.json.decode(msgspec.json.encode(yaml.load(raw, Loader=_Loader)))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:

@@ -149,7 +149,7 @@ class UntrustedPeer:
         self.socket.connect(f"tcp://{HOST}:{port}")
 
     def send(self, start: StartWave) -> None:
-        # ZMQ drops the connection after a refusal. Another send would then wait forever.
+        # ZMQ drops the connection after a refusal, and a blocking send would wait forever.
         with contextlib.suppress(zmq.Again):
             self.socket.send(msgspec.msgpack.encode(start), zmq.NOBLOCK)
 
