@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run `main` and the exit handlers, then end the process without unloading Python.
+    """Run `main` and the exit handlers, then end the process without finalizing the interpreter.
 
     A thread of torch may still be joining or closing a process group. The process would abort if
     such a thread returned from C++ code while the interpreter shuts down.
@@ -118,7 +118,7 @@ def run() -> NoReturn:
 
 
 def _check_model(config: EngineConfig) -> None:
-    """Check the checkpoint's configuration before the import of torch, which takes seconds.
+    """Check the checkpoint's configuration before torch is imported, because the import is slow.
 
     The check is skipped if workers may run on other hosts, and for a custom worker class.
 
@@ -168,7 +168,7 @@ def _serve(config: EngineConfig) -> int:
 
 
 def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
-    """Create the process object. Raise zmq.ZMQError if a port cannot be bound."""
+    """Create the engine core process. Raise zmq.ZMQError if the engine port cannot be bound."""
     if not config.parallel.enable_expert_parallel:
         return EngineCoreProc(config, host)
     # Imported only here, because it imports torch. The parent of worker processes needs no torch.

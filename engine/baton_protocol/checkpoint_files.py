@@ -30,8 +30,8 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: `name` is not the bare name of a file, or a link leads out of the folder. Or the
-            file is not a regular file, or cannot be read. The message names the file.
+        ValueError: `name` is not the bare name of a file, a link leads elsewhere, or the file is
+            not a regular file or cannot be read. The message names the file.
     """
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder")
@@ -72,7 +72,7 @@ def read_file(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> byt
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: as `open_file`; also if the file has more than `max_bytes`.
+        ValueError: as for `open_file`, or the file is larger than `max_bytes`.
     """
     with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -91,7 +91,7 @@ def read_json(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dic
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: as `read_file`; also if the content is not a JSON object.
+        ValueError: as for `read_file`, or the content is not a JSON object.
     """
     content = read_file(folder, name, max_bytes)
     try:
@@ -104,7 +104,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in `content`.
 
     Raises:
-        ValueError: as `parse_json`; also if the outermost value is not an object.
+        ValueError: as for `parse_json`, or the outermost value is not an object.
     """
     value = parse_json(content)
     if not isinstance(value, dict):
@@ -116,8 +116,8 @@ def parse_json(content: bytes) -> Any:
     """Return the JSON value in `content`.
 
     Raises:
-        ValueError: the content is not UTF-8 or not JSON, an object has two entries of one name, or
-            the values are nested too deeply.
+        ValueError: the content is not UTF-8 or not JSON, an object has two entries with the same
+            name, or the values are nested too deeply.
     """
     try:
         return json.loads(content.decode(), object_pairs_hook=_object)
@@ -137,6 +137,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Return the folders in which the files of the checkpoint may lie."""
+    """Return the folders that may contain the checkpoint's files, or the targets of its links."""
     snapshots = next((each for each in folder.parents if each.name == "snapshots"), None)
     return [folder] if snapshots is None else [folder, snapshots.parent / "blobs"]

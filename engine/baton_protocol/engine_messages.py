@@ -43,7 +43,7 @@ PROTOCOL_VERSION = 3
 
 
 class EngineCoreRequestType(bytes, enum.Enum):
-    """First frame of a message to the engine."""
+    """First frame of a message to the engine: the type of the message."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
@@ -59,7 +59,7 @@ class EngineCoreRequestType(bytes, enum.Enum):
 
 
 class EngineCoreResponseType(bytes, enum.Enum):
-    """First frame of a message from the engine."""
+    """First frame of a message from the engine: the type of the message."""
 
     OUTPUTS = b"\x00"
     INIT = b"\x10"
@@ -89,7 +89,7 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Kind of a failure, by which clients decide whether to try another pod."""
+    """Kind of a failure. Clients use the kind to decide whether to try another pod."""
 
     #: The request is invalid on every pod. For an invalid field of SamplingParams, the error begins
     #: with the field's name. Clients map this name to the field of their own request.
@@ -184,7 +184,7 @@ class KVSide(enum.IntEnum):
 
 
 class KVTransferParams(_Wire):
-    """One engine's part in the KV hand-off of a request. The peer is the other engine."""
+    """Parameters that one engine needs for the KV hand-off of a request with its peer engine."""
 
     side: KVSide
     #: Equal on both engines, and unique per attempt.
@@ -272,7 +272,7 @@ class RoutedExperts(_Wire):
 
     @staticmethod
     def join(parts: Sequence[RoutedExperts]) -> RoutedExperts | None:
-        """Join parts of consecutive tokens into one. Return None if `parts` is empty."""
+        """Concatenate `parts`, which describe consecutive tokens. Return None if there are none."""
         if len(parts) <= 1:
             return parts[0] if parts else None
         _, num_layers, num_experts = parts[0].shape
@@ -283,7 +283,7 @@ class RoutedExperts(_Wire):
 
 
 class BeamOutput(_Wire):
-    """One finished beam."""
+    """One finished beam of a beam search."""
 
     token_ids: list[int]
     cumulative_logprob: float

@@ -39,7 +39,8 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
 def differences(ours: KVCompatibility, theirs: KVCompatibility, here: str, there: str) -> str:
     """Return a text that lists the fields with different values; empty if all values are equal.
 
-    An entry reads `block_size is 16 at HERE and 32 at THERE`.
+    An entry reads `block_size is 16 at HERE and 32 at THERE`, where HERE and THERE are the values
+    of `here` and `there`.
     """
     pairs = (
         (field, getattr(ours, field), getattr(theirs, field))

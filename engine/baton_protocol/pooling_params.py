@@ -77,5 +77,5 @@ def dot(first: bytes, second: bytes) -> float:
 
 
 def unpack_vector(pooler_output: bytes) -> tuple[float, ...]:
-    """Return the entries of `EngineCoreOutput.pooler_output`."""
+    """Return the numbers packed in `EngineCoreOutput.pooler_output`."""
     return struct.unpack(f"<{len(pooler_output) // 4}f", pooler_output)

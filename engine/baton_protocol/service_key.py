@@ -43,7 +43,7 @@ _SIGNED = "Baton-Signature"
 
 
 class AdminRequest(NamedTuple):
-    """The parts of an HTTP request that a signature covers."""
+    """The parts of an HTTP admin request that the request's signature covers."""
 
     method: str
     target: str  #: Path and query.
@@ -58,7 +58,7 @@ class ServiceKeyError(ValueError):
 
 
 class ServiceKey:
-    """The key of one service."""
+    """The key that all processes of one service share."""
 
     def __init__(self, key: bytes) -> None:
         """Create a key from its bytes.
@@ -83,7 +83,7 @@ class ServiceKey:
             The key, or None if `file` is empty.
 
         Raises:
-            ServiceKeyError: the file cannot be read, the key is too short, or ZeroMQ has no CURVE.
+            ServiceKeyError: the file cannot be read, the key is too short, or pyzmq lacks CURVE.
         """
         if not file:
             return None
@@ -110,14 +110,14 @@ class ServiceKey:
 
     @property
     def bearer(self) -> str:
-        """Value of the Authorization header with which a person sends any HTTP admin request."""
+        """Value of the Authorization header that a person can use for every HTTP admin request."""
         return f"Bearer {self.secret('http').hex()}"
 
     def sign(self, request: AdminRequest, *, now: float | None = None) -> str:
         """Return the value of the Authorization header for one HTTP admin request.
 
-        The signature reveals no secret. So the request may be sent to an address that belongs to
-        another pod by now.
+        The signature reveals no secret. So no harm is done if the receiver's address now belongs to
+        another pod.
 
         Args:
             now: time of the signature. None: the current time.
@@ -128,7 +128,7 @@ class ServiceKey:
         """Return whether the sender of this Authorization header has the key.
 
         Args:
-            request: the request with the header. None: only the bearer token is accepted.
+            request: the request that has the header. None: only `bearer` is accepted.
         """
         if authorization is None:
             return False

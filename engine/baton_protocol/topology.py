@@ -34,7 +34,7 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
 
 
 class TopologyMember(_Wire, frozen=True):
-    """The process of one rank. A restarted pod is another member with the same name."""
+    """The process of one rank. A restarted pod is a new member, which has the same name."""
 
     #: Name of the pod, as used in topology requests.
     name: str
@@ -53,7 +53,7 @@ Placement = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Generation(_Wire, frozen=True):
-    """One immutable topology: the ranks of the group, and the experts of each rank."""
+    """Immutable topology of an expert-parallel group: its ranks, and the experts of each rank."""
 
     #: Counts from 1. Messages that name an older generation are refused.
     number: int
@@ -92,7 +92,7 @@ class RankPhase(enum.StrEnum):
 
 
 class Activity(enum.StrEnum):
-    """Activity of a rank's engine loop, reported even if the loop is stalled."""
+    """Current activity of a rank's engine loop. The rank reports it even if the loop is stalled."""
 
     #: The loop is outside steps.
     RESTS = "rests"
@@ -103,7 +103,7 @@ class Activity(enum.StrEnum):
 
 
 class ExpertLoads(_Wire, frozen=True):
-    """Number of this rank's tokens that were routed to each expert since the generation began."""
+    """Number of a rank's tokens that were routed to each expert since the `Generation` began."""
 
     #: Indexed by [sparse layer][expert].
     tokens: tuple[tuple[int, ...], ...]
@@ -173,8 +173,8 @@ class StartWave(_Wire, frozen=True):
 class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of PUT /topology: the requested topology.
 
-    A request that repeats an operation id changes nothing. A request with a new id replaces an
-    operation that has not committed.
+    A request that repeats the operation id of the latest request changes nothing. A request with a
+    new id replaces the current operation, unless that operation has committed.
     """
 
     operation_id: str

@@ -19,7 +19,7 @@ _VERSION = b"1.0"
 
 
 class _Handler:
-    """ZAP handler of one ZMQ context, which answers until the context is terminated."""
+    """Handler of ZAP, ZeroMQ's authentication protocol, for one context until its termination."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         """Bind the ZAP endpoint of the context, and start the thread that answers.
@@ -55,7 +55,7 @@ class _Handler:
             self._socket.close()
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """Return the reply to a ZAP request: status 200 for the domain's client key, else 400.
+        """Return the reply: status 200 if the client has the key of the ZAP domain, else 400.
 
         Args:
             request: version, request id, domain, address, routing id, mechanism, credentials.
@@ -96,7 +96,7 @@ def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) 
 
 
 def _forget_handlers() -> None:
-    """Reset handlers and lock in a forked child, which lacks the threads of the parent."""
+    """Reset the handlers and the lock in a forked child, which lacks the parent's threads."""
     global _handlers, _lock
     _handlers, _lock = {}, threading.Lock()
 

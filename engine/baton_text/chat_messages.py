@@ -28,7 +28,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class TextPart(Protocol):
-    """A part of a message's content. Only parts of some types have a text."""
+    """A part of a message's content. `text` is None if parts of this type have no text."""
 
     type: str
     text: str | None
@@ -84,7 +84,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _check_arguments(messages: list[ChatMessage]) -> None:
-    """Raise RequestError if the arguments of all calls would take too much memory when parsed."""
+    """Raise RequestError if the parsed arguments of all tool calls would take too much memory."""
     arguments = [
         call.function.arguments.encode(errors="replace")
         for message in messages
@@ -152,7 +152,7 @@ def join_texts(
 
 
 def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """Return a call as chat templates take it: the arguments are an object, not its text."""
+    """Return a tool call in the form that chat templates take, with parsed arguments."""
     if call.type != "function":
         raise RequestError(
             f"{where}.type {quote(call.type)} is not supported by this server; use 'function'",

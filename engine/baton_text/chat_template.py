@@ -64,8 +64,8 @@ class TemplateProcessError(RuntimeError):
 class ChatTemplate:
     """A compiled chat template.
 
-    Several threads may render at the same time. Each call has a process to itself, which later
-    calls reuse.
+    Several threads may render at the same time. Each call of `render` has a process that
+    no other call uses at the same time. Later calls reuse the process.
 
     Args:
         source: Jinja source text.
@@ -103,7 +103,7 @@ class ChatTemplate:
 
         Args:
             messages: JSON values, each with `role` and `content`. The role `developer` becomes
-                `system` if the template does not mention it.
+                `system` if the template does not mention `developer`.
             add_generation_prompt: append the beginning of the assistant's turn.
             variables: further template variables, such as `enable_thinking`: JSON values.
 
@@ -147,7 +147,7 @@ class ChatTemplate:
 
 
 def _memory_bytes() -> int:
-    """Return the limit on the address space of a process."""
+    """Return the limit on the address space of a template process, in bytes."""
     limit = memory_limit()
     if limit is None:
         return MAX_MEMORY_BYTES

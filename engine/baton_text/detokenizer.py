@@ -24,7 +24,7 @@ class IncrementalDetokenizer:
     held back, because later bytes may complete the UTF-8 sequence. All other text is final.
 
     Args:
-        kept_token_ids: special tokens whose text is not left out.
+        kept_token_ids: special tokens whose text is kept, even with `skip_special_tokens`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
-        """Drop leading tokens whose text is final, if the other tokens' text does not change."""
+        """Drop tokens with final text from the window's start, if the later text stays the same."""
         for index in range(len(self._window) - 1, 0, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
             if head + tail == text and len(head) <= self._emitted:

@@ -20,7 +20,7 @@ MAX_INTEGER = 2**31 - 1
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that a checkpoint sets. For a field that is None, Baton's default applies."""
+    """Default parameters from a checkpoint. Baton's default applies to a field that is None."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -10,8 +10,8 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 def count_values(text: bytes, max_values: int, max_containers: int) -> tuple[int, int]:
     """Return the number of values, and the number of arrays and objects, in the JSON `text`.
 
-    An entry of an object counts as two values. A first, fast count includes punctuation inside
-    strings. If it exceeds a limit, the result is a second count, which leaves strings out.
+    An entry of an object counts as two values. A fast count, which includes punctuation inside
+    strings, is the result if it is within both limits. Otherwise, a second count excludes strings.
 
     Args:
         text: a JSON text, which may be invalid.
@@ -35,7 +35,7 @@ def count_values(text: bytes, max_values: int, max_containers: int) -> tuple[int
 
 
 def count_punctuation(text: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return the number of JSON values, and the number of arrays and objects, in a part of `text`.
+    """Return the number of JSON values, and of arrays and objects, in `text[start:end]`.
 
     Brackets, commas and colons are counted, including those in strings.
     """

@@ -67,7 +67,7 @@ class OutputProcessor:
         stops: strings that end the text.
         include_stop: include the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: number of first tokens in whose text stop strings are ignored.
+        min_tokens: stop strings are ignored in the text of this many first tokens.
         stop_token_ids: stop tokens of the request. A stop token that ends the text becomes the
             stop_reason.
         reply_parser: divides the text into reasoning, content and tool calls.
@@ -120,7 +120,10 @@ class OutputProcessor:
         return result
 
     def _parse(self, parser: ReplyParser, result: TextOutput) -> None:
-        """Set `result.reply` to the reasoning, content and tool calls of `result.text`."""
+        """Set `result.reply` to the reasoning, content and tool calls of `result.text`.
+
+        If the reply has tool calls, the finish reason "stop" becomes "tool_calls".
+        """
         result.reply = parser.push(result.text)
         if parser.is_reasoning:
             self.num_reasoning_tokens += len(result.token_ids)
@@ -212,7 +215,7 @@ def completion_logprobs(
         tokenizer: the model's tokenizer.
         logprobs: log-probabilities of consecutive tokens.
         offset: number of characters before the first of these tokens.
-        first_token_id: first token of an echoed prompt, which has no logprob. None without echo.
+        first_token_id: first token of the echoed prompt. The token has no logprob. None: no echo.
     """
     result = CompletionLogprobs()
     text = tokenizer.token_text

@@ -12,7 +12,7 @@ class RequestError(ValueError):
     """The request is invalid.
 
     Args:
-        message: the invalid value, and the valid values.
+        message: text that names the invalid value and the valid values.
         param: name of the invalid field, such as `messages[0].content`; None if no single field is
             invalid.
         code: OpenAI's machine-readable error code; None if OpenAI has none for this error.
@@ -25,5 +25,5 @@ class RequestError(ValueError):
 
 
 def quote(value: object) -> str:
-    """Return a client's value for an error message. Long values are shortened first."""
+    """Return the text of a client's value for an error message, shortened if it is long."""
     return _SHORT.repr(value)

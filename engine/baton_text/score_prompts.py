@@ -28,10 +28,10 @@ class PairPrompt(NamedTuple):
 def encode_pair(
     tokenizer: Tokenizer, pair_format: PairFormat, first: str, second: str
 ) -> PairPrompt:
-    """Return the prompt of a pair of texts.
+    """Return the prompt with which a classifier scores a pair of texts.
 
     Raises:
-        ValueError, TokenizerError: as `Tokenizer.encode`.
+        ValueError, TokenizerError: as for `Tokenizer.encode`.
     """
     if pair_format is PairFormat.TOKENIZER:
         return PairPrompt(*tokenizer.encode_pair(first, second))

@@ -29,7 +29,7 @@ from baton_text.chat_template import MAX_ERROR, REPLY, REQUEST
 
 
 def main() -> None:
-    """Compile the template of the first request, then render it for each further request."""
+    """Compile the template in the first request, then render it for each later request."""
     connection = socket.socket(fileno=0)
     requests = connection.makefile("rb")
     request = _read(requests)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _read(requests: BinaryIO) -> tuple[bytes, int] | None:
-    """Return the next request and the limit of its reply, or None if the parent has ended."""
+    """Return the next request and the reply's maximum size, or None if the parent has ended."""
     header = requests.read(REQUEST.size)
     if len(header) < REQUEST.size:
         return None
@@ -74,7 +74,7 @@ def _read(requests: BinaryIO) -> tuple[bytes, int] | None:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a tool call. A template that appends them to a text appends their JSON."""
+    """The arguments of a tool call. Appended to a string in a template, they become JSON."""
 
     def __radd__(self, text: str) -> str:
         return text + _tojson(self)

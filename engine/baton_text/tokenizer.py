@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 
 
 class TokenizerError(ValueError):
-    """Raised when the `tokenizers` library fails, which depends on tokenizer.json and the text."""
+    """Raised when the `tokenizers` library fails because of tokenizer.json or the text."""
 
 
 class Tokenizer:
@@ -142,7 +142,8 @@ class Tokenizer:
         """Return the id of the special token with this text. None: no special token has it.
 
         An added token in angle brackets, such as <tool_call> of Qwen3, counts as special even if
-        tokenizer.json does not mark it as special. llguidance allows it only by its id.
+        tokenizer.json does not mark it as special. A grammar of llguidance can allow such a
+        token only by its id.
         """
         token_id = self._backend.token_to_id(text)
         is_special = token_id in self.special_token_ids or (
@@ -172,11 +173,11 @@ class Tokenizer:
         """Return the token ids of two texts with special tokens, for a model that compares them.
 
         Returns:
-            The token ids, and the position of the second text's first token. Without such a token,
-            the position is the number of ids.
+            The token ids, and the position of the second text's first token. If the second text has
+            no tokens, the position is the number of ids.
 
         Raises:
-            ValueError, TokenizerError: as `encode`.
+            ValueError, TokenizerError: as for `encode`.
         """
         for text in (first, second):
             _check_unicode(text)
@@ -187,7 +188,7 @@ class Tokenizer:
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
     def fewest_tokens(self, num_characters: int) -> int:
-        """Return a lower bound on the number of tokens of a text with `num_characters`."""
+        """Return a lower bound on the number of tokens of a text with this many characters."""
         shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
         return num_characters // (self._longest_token_bytes * shortening)
 
@@ -268,7 +269,7 @@ class Tokenizer:
         return frozenset(token_id for token_id in ids if token_id is not None)
 
     def _register_special_tokens(self, config: dict[str, Any]) -> None:
-        """Add the tokens that only tokenizer_config.json declares, as `transformers` does."""
+        """Add the tokens that tokenizer_config.json declares and tokenizer.json does not."""
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         # One call for all tokens: each call compiles the patterns of all added tokens.
         tokens = []
@@ -325,10 +326,11 @@ def _guarded(call: Callable[[], _Result]) -> _Result:
 
 
 def _check_backend(backend: _Backend) -> None:
-    """Check the tokenizer's largest id and the growth of texts, and encode and decode a text.
+    """Check that a tokenizer is within limits, and can encode and decode a short text.
 
     Raises:
-        ValueError: an id is too large, a text can grow without bound, or a short text fails.
+        ValueError: an id is too large, the normalizer or decoder can lengthen a text too much, or
+            the short text cannot be encoded or decoded.
     """
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > MAX_TOKEN_ID:
@@ -346,7 +348,7 @@ def _check_backend(backend: _Backend) -> None:
 
 
 def _growth(part: object) -> float:
-    """Return the factor by which the replacements in a normalizer or decoder lengthen a text."""
+    """Return by what factor the replacements in a normalizer or decoder can lengthen a text."""
     growth = 1.0
     for step in _steps(part):
         if step.get("type") == "Replace":

@@ -141,7 +141,7 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
 
 
 def load_defaults(config: GatewayConfig) -> GenerationDefaults:
-    """Load the model's default sampling parameters, for fields that requests leave out.
+    """Load the model's defaults for sampling parameters that requests leave out.
 
     Raises:
         ConfigurationError: reason ModelInvalid if generation_config.json is malformed.

@@ -53,7 +53,7 @@ def build_applications(
     """Return the HTTP applications of a gateway, and the object that shuts them down.
 
     Args:
-        services: the parts that all endpoints use.
+        services: the objects that all endpoints share.
         service_key: the key of the LLMService; None if the gateway has no key.
         tokenizer: the tokenizer of the served checkpoint.
         defaults: the model's sampling parameters for fields that requests leave out.
@@ -61,8 +61,8 @@ def build_applications(
         cors: answers CORS preflights and sets CORS headers.
 
     Returns:
-        The application for clients, the application for the port of the metrics, and the graceful
-        shutdown.
+        The application for the clients' port, the application for the metrics port, and the
+        graceful shutdown of both.
     """
     config, metrics, pool = services.config, services.metrics, services.pool
 

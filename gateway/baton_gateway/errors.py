@@ -53,9 +53,9 @@ class APIError(Exception):
     Args:
         status: HTTP status. If a stream has begun, the client receives only the body.
         message: what happened and what to do about it.
-        param: the request field that is invalid; None if no single field is.
+        param: the request field that is invalid; None if no single field is invalid.
         code: machine-readable reason; None if there is none.
-        retry_after_s: value of Retry-After in seconds; None if a retry cannot succeed.
+        retry_after_s: value of Retry-After in seconds; None: the response has no Retry-After.
     """
 
     def __init__(

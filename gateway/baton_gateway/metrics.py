@@ -31,7 +31,7 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 6
 
 
 class GatewayMetrics:
-    """The metrics of one gateway. Each gateway has a registry of its own."""
+    """The Prometheus metrics of one gateway, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

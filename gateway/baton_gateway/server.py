@@ -161,7 +161,7 @@ class Gateway:
         await self.stop(max(0.0, ends_at - loop.time()))
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """Refuse new requests, wait for the running requests, then close the server.
+        """Refuse new requests, wait for the running requests, then close all HTTP servers.
 
         Requests that still run after the wait fail.
 
@@ -178,7 +178,7 @@ class Gateway:
             await runner.cleanup()
 
     def end_drain(self) -> None:
-        """End the graceful shutdown now. Requests that still run fail."""
+        """End the graceful shutdown now. Requests that have not ended fail."""
         self._shutdown.end()
 
     async def serve_until_signal(self, host: str) -> None:

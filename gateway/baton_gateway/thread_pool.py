@@ -58,7 +58,7 @@ async def run_off_loop(
 
     Args:
         work: the function to run.
-        size: size of the work in bytes.
+        size: number of bytes that `work` processes.
         inline: work of at most this size runs on the event loop, and larger work in a thread.
     """
     if size <= inline:
@@ -69,7 +69,7 @@ async def run_off_loop(
 async def run_tokenization(work: Callable[[], _Result], size: int) -> _Result:
     """Tokenize or detokenize texts with `work`, without blocking the event loop for long.
 
-    Large texts are tokenized one after the other, because that takes much memory.
+    Large texts are tokenized one after the other, because tokenization takes much memory.
 
     Args:
         size: bytes of the texts.
@@ -85,9 +85,10 @@ async def run_encoding(
     """Encode a part of a response with `work`, without blocking the event loop for long.
 
     Args:
-        size: number of entries, or of bytes of vectors, that the work encodes.
+        size: number of entries that `work` encodes; for vectors, their number of bytes.
         inline: work of at most this size runs on the event loop.
-        large: work above this size runs one after the other, because it takes much memory.
+        large: calls with work above this size run one after the other, because such work takes
+            much memory.
     """
     if size <= inline:
         return work()
@@ -97,9 +98,9 @@ async def run_encoding(
 async def run_template(work: Callable[[], _Result], size: int) -> _Result:
     """Run `work`, which renders a chat template, and return its result.
 
-    A template may take seconds, so it never runs on the event loop, or in a thread that other work
-    needs. Small requests do not wait for large ones. If the call is cancelled before a thread has
-    started `work`, then `work` is dropped.
+    A template may take seconds, so `work` runs in threads that are used only for templates. Small
+    requests do not wait for large ones. If the call is cancelled before a thread has started
+    `work`, then `work` is dropped.
 
     Args:
         size: bytes of the request's body.

@@ -31,7 +31,7 @@ from baton_protocol.block_hash import BlockHash
 
 @dataclass(slots=True)
 class BlockSave:
-    """Producer: the blocks that one step completes for one transfer."""
+    """The blocks that one step of a producer completes for one transfer."""
 
     #: Id of the transfer, which the gateway draws for each attempt of a request.
     transfer_id: str
@@ -49,7 +49,7 @@ class BlockSave:
 
 @dataclass(slots=True)
 class LoadRequest:
-    """Consumer: a request to load blocks from a producer."""
+    """A consumer's request to load blocks from a producer."""
 
     transfer_id: str
     remote_host: str
@@ -65,7 +65,7 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class LoadWait:
-    """Consumer: a load that starts later, after the scheduler has allocated the request's blocks.
+    """A consumer's load that waits until the scheduler has allocated the request's blocks.
 
     Until the LoadRequest arrives, the worker sends heartbeats, so that the producer keeps the
     blocks. The LoadRequest has no blocks if this engine no longer needs any.
@@ -122,7 +122,7 @@ class ConnectorOutput:
 
 
 class FailureReason(enum.StrEnum):
-    """Reasons why a load fails: values of the metrics' label `reason`.
+    """Reasons why a load fails, and the values of the label `reason` in metrics.
 
     LoadResult.error has the full message.
     """
@@ -196,9 +196,9 @@ class ConnectorStats(msgspec.Struct):
 
     @staticmethod
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
-        """Return the sum of the counts of several workers.
+        """Return the sum of the statistics of several workers.
 
-        A transfer between several workers counts once for each worker. `failure` is taken from the
+        A transfer between several workers counts once for each worker. `failure` is that of the
         first worker that has failed.
         """
         total = ConnectorStats()
@@ -249,7 +249,7 @@ class KVConnectorWorker(abc.ABC):
 
     @abc.abstractmethod
     def save(self, metadata: ConnectorMetadata) -> None:
-        """Queue the blocks that the step completed (`metadata.saves`) to be published.
+        """Queue the blocks that the step completed (`metadata.saves`) for publication.
 
         The engine calls this after the forward pass.
         """

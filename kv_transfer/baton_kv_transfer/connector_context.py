@@ -17,7 +17,7 @@ from baton_protocol.service_key import ServiceKey
 
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
-    """Configuration, agent, memory and counters of one worker's connector, used by both sides."""
+    """State of one worker's connector that the consumer side and the producer side share."""
 
     config: KVTransferConfig
     instance_id: str
@@ -34,7 +34,7 @@ class ConnectorContext:
     _local: dict[HeadRange, DlistHandle] = field(default_factory=dict)
 
     def local_slot_descs(self, heads: HeadRange) -> DlistHandle:
-        """Return a prepared descriptor list: the range `heads` in each slot of the memory."""
+        """Return prepared descriptors of `heads` in each slot of this worker's memory."""
         if heads not in self._local:
             memory = self.memory
             rows = slot_rows(
@@ -50,12 +50,12 @@ class ConnectorContext:
     def peer_slot_descs(
         self, agent_name: str, memory: MemoryDescription, layout: KVCacheLayout
     ) -> DlistHandle | None:
-        """Return a prepared descriptor list: the shared heads in each slot of a peer's memory.
+        """Return prepared descriptors of the shared heads in each slot of a peer's memory.
 
-        None if the peer and this worker share no head.
+        The result is None if the peer and this worker share no head.
 
         Args:
-            agent_name: name of the peer's agent, which was added to `agent`.
+            agent_name: name of the peer's agent, which `Agent.add_remote_agent` has added.
             memory: memory of the peer, which `explain_invalid_memory` has accepted.
             layout: layout of the peer's blocks.
         """
@@ -68,11 +68,11 @@ class ConnectorContext:
         return self.agent.prep_xfer_dlist(agent_name, rows, memory.mem_type)
 
     def drop_local_slot_descs(self) -> None:
-        """Drop the descriptor lists of `local_slot_descs`, which `Agent.fence` made invalid."""
+        """Drop the cached results of `local_slot_descs`, which `Agent.fence` has made invalid."""
         self._local.clear()
 
     def describe_memory(self) -> MemoryDescription:
-        """Return the description of this worker's memory for DESCRIBE or DESCRIPTION."""
+        """Return a description of this worker's memory for the message DESCRIBE or DESCRIPTION."""
         memory = self.memory
         return MemoryDescription(
             self.agent.get_agent_metadata(),

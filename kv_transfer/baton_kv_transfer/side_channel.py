@@ -91,7 +91,7 @@ def explain_invalid_memory(memory: MemoryDescription, layout: KVCacheLayout) -> 
 
     Args:
         memory: the description.
-        layout: layout of the peer's blocks, which the memory must hold.
+        layout: layout of the peer's blocks. A slot must have the size of a block.
     """
     nbytes = memory.num_slots * memory.slot_nbytes
     if memory.slot_nbytes != layout.block_nbytes:

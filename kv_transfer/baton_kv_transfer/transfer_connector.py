@@ -70,8 +70,8 @@ class TransferConnector(KVConnectorWorker):
             service_key: peers without this key are refused. None: peers with a key are refused.
 
         Raises:
-            ValueError: the role is none, the transport is unknown or not installed, or config.rdma
-                is set and UCX lacks verbs or an RDMA device.
+            ValueError: the role is none, the transport is unknown, or it is nixl and NIXL is not
+                installed. Also if config.rdma is set and UCX lacks verbs or an RDMA device.
             OSError: the address of the side channel is in use or not of this machine.
             UCXError: UCX is missing or cannot start.
         """
@@ -112,7 +112,10 @@ class TransferConnector(KVConnectorWorker):
         self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
 
     def _bind(self, port: int) -> None:
-        """Bind the side channel to a port; 0: any free port. After an error, close the agent."""
+        """Bind the side channel to `port`, or to any free port if `port` is 0.
+
+        If this fails, close the agent.
+        """
         try:
             self._router = open_router(f"tcp://{self._host}:{port or '*'}", self._service_key)
         except OSError:
@@ -253,7 +256,7 @@ class TransferConnector(KVConnectorWorker):
                 os.eventfd_write(self._wake_fd, 1)
 
     def _report(self, output: ConnectorOutput) -> None:
-        """Add ended transfers and loads to the next `get_finished`, and wake the engine."""
+        """Add `output` to the result of the next `get_finished`, and wake the engine."""
         if output:
             for name in self._count_bytes().keys() - self._logged_transports:
                 self._logged_transports.add(name)

@@ -141,7 +141,7 @@ class ClusterApi:
         Args:
             follow: whether to wait for further output.
             tail: number of last lines; None: all lines.
-            previous: whether to read the log of the container before its last restart.
+            previous: whether to read the log of the previous container, before the last restart.
         """
         options = {"follow": str(follow).lower(), "previous": str(previous).lower()}
         if tail is not None:

@@ -81,7 +81,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def final_failure(self) -> ServiceCondition | None:
-        """The first condition with a reason in FINAL_REASONS; None if no condition has one."""
+        """The first failed condition whose reason is in FINAL_REASONS; None if there is none."""
         failures = (
             condition
             for condition in self.conditions

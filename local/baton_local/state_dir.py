@@ -67,14 +67,14 @@ class StateDir:
     def make(self) -> None:
         """Create the state folder and its folder for logs, accessible by their owner only.
 
-        Existing folders must belong to this process's user, and others must not write to them.
+        Existing folders must belong to this process's user, and must not be writable by others.
         """
         with self._usable():
             for folder in (self.root, self.logs):
                 create_private_folder(folder)
 
     def acquire(self) -> None:
-        """Make this process the supervisor: hold the folder's lock until the process ends.
+        """Make this process the supervisor (`baton up`): hold the lock until the process ends.
 
         Raises:
             ClusterRunningError: another process is the supervisor.
@@ -120,7 +120,10 @@ class StateDir:
         write_private(self._info_path, msgspec.json.encode(info))
 
     def read_info(self) -> ClusterInfo | None:
-        """Return the description of the running cluster; None if there is none yet."""
+        """Return the description of the running cluster.
+
+        The result is None if no `baton up` is running, or if `baton up` has not written it yet.
+        """
         pid = self.supervisor()
         if pid is None:
             return None
@@ -139,7 +142,7 @@ class StateDir:
             raise StateDirError(text) from error
 
     def stop_supervisor(self, timeout_s: float) -> bool:
-        """Send SIGTERM to the supervisor. If it does not end within `timeout_s`, send SIGKILL.
+        """Send SIGTERM to the running `baton up`, and SIGKILL if it is alive after `timeout_s`.
 
         Returns:
             Whether a supervisor was running.

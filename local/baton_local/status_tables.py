@@ -18,7 +18,7 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that wraps lines to the width of a terminal, but not in a pipe or file."""
+    """Return a console that wraps lines on a terminal, and does not wrap in a pipe or file."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=PIPED_WIDTH)
 

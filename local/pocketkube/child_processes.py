@@ -15,7 +15,7 @@ LOG_LINES = 15  # number of log lines in an error message
 
 
 class ComponentError(Exception):
-    """A component did not start, or has ended."""
+    """A component of the cluster did not start, or has ended."""
 
 
 class Children:

@@ -38,8 +38,8 @@ class LocalCluster:
         control_plane: "embedded" or "real".
         ingress_port: port of the Ingress proxy on 127.0.0.1; 0 picks a free one.
         node_name: name of the cluster's only node.
-        host_root: folder in which the kubelet first looks up the path of a hostPath volume. A path
-            that does not exist there, or any path if this is None, is looked up in `/`.
+        host_root: folder in which the kubelet first looks up the path of a hostPath volume. If the
+            path does not exist there, or if `host_root` is None, the path in `/` is used.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LocalCluster:
             await asyncio.sleep(0.02)
 
     def start_node(self) -> None:
-        """Start kubelet and proxy, and the controllers if the control plane is embedded."""
+        """Start the kubelet, the proxy and, with the embedded control plane, the controllers."""
         assert self._networks is not None, "the control plane is started first"
         self._start_client(
             "kubelet",
@@ -111,7 +111,7 @@ class LocalCluster:
         self.start(Component(name, [*module, *kubeconfig, *options], {}))
 
     def start(self, component: Component) -> None:
-        """Start a component. If the component ends, `heal()` restarts it."""
+        """Start a component. If the component ends, the next call of `heal()` restarts it."""
         again = component.name in self._components
         self._components[component.name] = component
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
@@ -128,8 +128,8 @@ class LocalCluster:
     def heal(self) -> list[str]:
         """Restart components that have ended, and return the names of the restarted components.
 
-        The first restart is immediate. After that, `RESTARTS` gives the delay from the end of a run
-        to the next start.
+        The first restart of a component is immediate. The backoff policy `RESTARTS` delays later
+        restarts.
 
         Raises:
             ComponentError: the control plane has ended, so all objects of the cluster are lost.

@@ -33,7 +33,7 @@ WARNINGS = frozenset(
 
 @dataclass
 class _Series:
-    """The Event that counts how often one message about one object was recorded."""
+    """An Event in the API server, and the number of times that its message was recorded."""
 
     name: str
     count: int
@@ -60,7 +60,10 @@ class EventRecorder:
         field_path: str = "",
         api_version: str = "v1",
     ) -> None:
-        """Queue an Event about `obj`, of type Warning for a reason in `WARNINGS`, else Normal."""
+        """Queue an Event about `obj`.
+
+        The type of the Event is Warning if `reason` is in `WARNINGS`, else Normal.
+        """
         metadata, when = obj["metadata"], timestamp()
         reference = {
             "kind": kind,

@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def set_parent_death_signal(signum: int) -> None:
-    """Ask the kernel to send `signum` to this process at the end of the thread that forked it.
+    """Ask the kernel to send `signum` to this process when the thread that forked it ends.
 
     Safe between fork and exec. Linux only.
     """

@@ -37,8 +37,8 @@ class LoopbackAddresses:
     """The addresses that this process has added to the loopback device.
 
     Args:
-        ledger: file that records the addresses. If this process is killed, `remove_stale()` of the
-            next process removes them.
+        ledger: file that records the addresses. If this process is killed, the next process removes
+            the addresses with `remove_stale()`.
     """
 
     def __init__(self, ledger: Path) -> None:
@@ -56,7 +56,7 @@ class LoopbackAddresses:
         self._ledger.unlink()
 
     def add(self, address: str) -> None:
-        """Add `address` to the loopback device, unless processes can bind it already.
+        """Add `address` to the loopback device, unless it is in 127.0.0.0/8 or was added before.
 
         Raises:
             OSError: the address cannot be added. The usual reason is a missing CAP_NET_ADMIN.

@@ -24,7 +24,7 @@ class Networks:
     """The two address ranges of one cluster, in CIDR notation. Each has 4096 addresses.
 
     Attributes:
-        claim: a socket that holds the claim until `release()` or the end of the process.
+        claim: a socket that reserves the ranges until `release()` or the end of the process.
     """
 
     pods: str
@@ -36,7 +36,7 @@ class Networks:
 
 
 def claim_networks(control_plane: str) -> Networks:
-    """Claim the first free networks for pod addresses and for Service addresses.
+    """Claim the first free address ranges for pods and for Services.
 
     A claim is a Unix socket bound to an abstract name. All users of the same network namespace, and
     thus of the same loopback device, share these names. The kernel releases a claim when the

@@ -69,8 +69,7 @@ def parse_port(text: str) -> int:
 def _first_handed_out() -> int:
     """Return the first port of the system's ephemeral range.
 
-    The result is 0 if the range is unknown, or if fewer than 5000 ports lie between `_FIRST` and
-    the range.
+    The result is 0 if the range is unknown, or begins less than 5000 ports above `_FIRST`.
     """
     try:
         first = int(_HANDED_OUT.read_text().split()[0])

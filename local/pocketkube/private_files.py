@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def create_private_folder(folder: Path) -> None:
-    """Create the folder for its owner only, or check the owner and the mode of an existing one.
+    """Create a folder with mode 0700, or check the owner and the mode of an existing folder.
 
     Raises:
         PermissionError: the folder belongs to another user, or other users may write to it.
@@ -19,7 +19,7 @@ def create_private_folder(folder: Path) -> None:
 
 
 def check_private_folder(folder: Path) -> None:
-    """Check that no other user controls the folder.
+    """Check that no other user owns the folder or may write to it.
 
     Raises:
         PermissionError: the folder belongs to another user, or other users may write to it.

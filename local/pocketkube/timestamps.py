@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 
 def timestamp(when: datetime | None = None, *, micro: bool = False) -> str:
-    """Format `when`, by default now, to the second (`Time`) or to the microsecond (`MicroTime`)."""
+    """Format `when` (default: now) as a metav1.Time or, if `micro` is set, as a MicroTime."""
     when = (when or datetime.now(UTC)).astimezone(UTC)
     return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
 

@@ -24,7 +24,7 @@ async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocke
     """Accept a WebSocket with one of the subprotocols.
 
     Raises:
-        HTTPBadRequest: the client requests no WebSocket with one of the subprotocols.
+        HTTPBadRequest: the request does not open a WebSocket with one of the subprotocols.
     """
     socket = create_socket(protocols)
     if socket.can_prepare(request).protocol is None:
@@ -34,7 +34,7 @@ async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocke
 
 
 async def messages(socket: web.WebSocketResponse) -> AsyncIterator[bytes]:
-    """Yield the client's messages until it closes the socket. Text messages are encoded."""
+    """Yield the messages until the client closes the socket. Encode text messages as UTF-8."""
     async for message in socket:
         if message.type is aiohttp.WSMsgType.BINARY:
             yield message.data
@@ -50,7 +50,7 @@ async def run_until_closed(
     `receive` must end when the client closes `socket`. If `work` has failed, raise its error.
 
     Returns:
-        Whether `work` has ended.
+        True if `work` has ended; False if the client closed the socket or disconnected first.
     """
     working = asyncio.ensure_future(work)
     tasks = {asyncio.ensure_future(receive), working, asyncio.ensure_future(_heartbeat(socket))}

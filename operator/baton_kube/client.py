@@ -55,7 +55,7 @@ class KubeError(Exception):
 
 
 class ByteBudget:
-    """Limits the total size of the responses that are read with it.
+    """Limits the total size of the responses that are read with this budget.
 
     The limit is checked before a response is decoded, because the decoded objects take up to 50
     times as much memory.
@@ -118,7 +118,7 @@ class _PageMetadata(msgspec.Struct):
 
 
 class _NamePage(msgspec.Struct):
-    """The names in one page of a list."""
+    """One page of a list, from which only the names are decoded."""
 
     metadata: _PageMetadata
     items: list[_Named] | None = None
@@ -168,8 +168,8 @@ class KubeClient:
             budget: limits the JSON of the object. None: no limit.
 
         Raises:
-            KubeError: the request was refused; status 404 if there is no such object, 413 if it
-                exceeds `budget`.
+            KubeError: the request was refused; status 404 if there is no such object, 413 if the
+                object exceeds `budget`.
         """
         accept = METADATA if metadata_only else _JSON
         return await self._request("get", "GET", path, query=query, accept=accept, budget=budget)
@@ -220,7 +220,8 @@ class KubeClient:
             page_size: maximum number of objects in one response of the server.
 
         Raises:
-            KubeError: as in `list`.
+            KubeError: the request was refused; status 410 if the resource version expired between
+                two pages.
         """
         found: list[tuple[str, str]] = []
         query = [("limit", str(page_size))]
@@ -459,7 +460,7 @@ def _given(**options: str | None) -> list[tuple[str, str]]:
 
 
 def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
-    """Return the KubeError for a response that is not 2xx.
+    """Return the KubeError for an error response.
 
     The reason and the message come from the metav1.Status in `body`. If `body` is not JSON, the
     message is the text of `body`.

@@ -33,7 +33,7 @@ class Reflector:
 
     Attributes:
         objects: the objects by `namespace/name`, or by name if they have no namespace.
-        synced: set after the first list.
+        synced: an asyncio.Event that is set after the first LIST request.
     """
 
     def __init__(

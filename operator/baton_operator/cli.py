@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 def restrictions_of(args: argparse.Namespace) -> Restrictions | None:
     """Return the restrictions on LLMServices, according to the flags. None: no restrictions.
 
-    An operator of all namespaces is restricted by default, because it has several tenants.
+    An operator of all namespaces is restricted by default, because it may have several tenants.
 
     Raises:
         ValueError: a flag is invalid.

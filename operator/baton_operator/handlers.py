@@ -34,10 +34,10 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 @kopf.on.login()
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Return the HTTP session with which kopf sends its requests.
+    """Return a new HTTP session, with which kopf sends its requests.
 
-    kopf calls this handler again after each 401 response. The handler returns at most once per
-    LOGIN_INTERVAL_S.
+    kopf calls this handler again after each 401 response. The handler delays its return, so that
+    kopf gets at most one session per LOGIN_INTERVAL_S.
     """
     now = time.monotonic()
     await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))

@@ -27,10 +27,13 @@ class _Dumper(yaml.SafeDumper):
 
 
 def files(folder: Path) -> dict[Path, str]:
-    """Return the text of each generated file by its path, for the manifests in `folder`.
+    """Return the text of each generated manifest and chart file, by path.
 
     The files of the chart are data and not templates, so Helm does not evaluate a `{{` in a
     description.
+
+    Args:
+        folder: folder of the manifests.
     """
     chart = folder.absolute().parent / "charts/baton/files"
     crd = custom_resource_definition()
@@ -47,7 +50,7 @@ def _render(document: Any, source: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the stale files and return 0. With `--check`, return 1 if a file is stale."""
+    """Write stale manifests, and return 0. With `--check`, write none; return 1 if any is stale."""
     parser = argparse.ArgumentParser(prog="python -m baton_operator.manifests", description=__doc__)
     parser.add_argument(
         "directory", type=Path, help="folder of the manifests; the chart is beside it"

@@ -81,14 +81,15 @@ def selector(service: str, role: Role) -> dict[str, str]:
 
 
 def serialized(match: dict[str, str]) -> str:
-    """Return `match` in the form of the labelSelector parameter, for example `a=b,c=d`."""
+    """Return the labels `match` as a labelSelector parameter, for example `a=b,c=d`."""
     return ",".join(f"{key}={value}" for key, value in match.items())
 
 
 def keys_of(kind: str, metadata: Mapping[str, Any]) -> Iterator[Key]:
     """Yield the key of each service that the label or an owner reference of an object names.
 
-    The owner references are read too, because another client may have changed the label.
+    For an LLMService, yield its own key. The owner references are used in addition to the label,
+    because another client may have changed the label.
     """
     namespace = metadata["namespace"]
     if kind == KIND:
@@ -120,7 +121,7 @@ def is_member_name(name: str, service: str, role: str | None) -> bool:
     """Return whether `name` is SERVICE-ROLE-ORDINAL, the name of a prefill or decode pod.
 
     Args:
-        role: role of the pod; None for a pod without a role label.
+        role: role of the pod. None: the pod has no role label, and the result is False.
     """
     return (
         role in MEMBER_ROLES

@@ -79,7 +79,7 @@ async def record_spec(kube: Kube, resolved: ResolvedService, service: Object) ->
 
 
 async def recorded_spec(kube: Kube, service: Object) -> Object | None:
-    """Return the last spec that was rolled out, with the present group sizes.
+    """Return the last spec that was rolled out, with the group sizes of the service's spec.
 
     This spec is used while the service is paused, and instead of an invalid spec.
 
@@ -114,7 +114,7 @@ def with_sizes(recorded: Object, wanted: Object) -> Object:
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
     """Return the fields whose edits wait until a pause ends, for example `decode.template`.
 
-    These are the fields that affect pods and differ between two specs.
+    These are the fields that affect pods and differ between `kept` and `wanted`.
 
     Args:
         kept: the spec that was rolled out last.

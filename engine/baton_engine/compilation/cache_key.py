@@ -22,9 +22,10 @@ from torch._guards import TracingContext
 def environment_key(
     source_files: Iterable[str], config: Sequence[object], device: torch.device
 ) -> str:
-    """Return a hash of source files, versions, settings and device.
+    """Return a hash of everything outside a graph that its compiled code depends on.
 
-    Compiled code can be reused if both this hash and the `piece_key` are unchanged.
+    The hash covers source files, versions, the settings of Inductor, `config` and the device.
+    Compiled code can be reused if both this hash and the graph's `piece_key` are unchanged.
 
     Args:
         source_files: files whose code was traced.
@@ -64,7 +65,9 @@ def traced_source_files(graph: fx.GraphModule) -> set[str]:
 
 
 def piece_key(graph: fx.GraphModule) -> str | None:
-    """Return a hash of the computation in a piece's graph. Names of nodes do not affect the hash.
+    """Return a hash of the computation in `graph`, which is one piece of the model.
+
+    The names of the nodes do not affect the hash.
 
     Returns:
         The hash. None if the graph owns tensors or submodules, because their names do not identify

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class GraphKind(enum.Enum):
-    """The part of a forward that a graph contains."""
+    """The part of the model's forward pass that a CUDA graph contains."""
 
     NONE = "none"
     #: One graph per piece between attentions. Attention runs eagerly, so any mix of sequences fits.
@@ -19,9 +19,9 @@ class GraphKind(enum.Enum):
 
 
 class CudagraphMode(enum.Enum):
-    """The kind of graph for mixed batches, and the kind for decode batches.
+    """The kind of CUDA graph for mixed batches, and the kind for decode batches.
 
-    In a decode batch every sequence runs one token.
+    In a decode batch every sequence runs one token. All other batches are mixed.
     """
 
     NONE = (GraphKind.NONE, GraphKind.NONE)
@@ -44,7 +44,7 @@ class CudagraphMode(enum.Enum):
 
 
 class BatchDescriptor(NamedTuple):
-    """The batch that a graph was captured for. Steps are padded to the sizes of this batch."""
+    """The batch size that a graph was captured for. Steps are padded to this size."""
 
     num_tokens: int
     num_seqs: int | None = None  # None: any number, because attention is not captured
@@ -108,7 +108,7 @@ class CudagraphDispatcher:
 
     @property
     def max_padded_seqs(self) -> int:
-        """Largest number of sequences that any graph pads a step to. 0: no graph pads sequences."""
+        """Largest number of sequences that a graph was captured for. 0: graphs fit any number."""
         return max(
             (each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0
         )

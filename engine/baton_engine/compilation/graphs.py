@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return a context manager. Callers run captures and their warm-up runs inside it."""
+        """Return a context manager that must be active during captures and their warm-up runs."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
-        """Capture the kernels that `run` launches.
+        """Capture the kernels that `run` launches, without executing the kernels.
 
         `run` must have been called once before. The tensors that `run` reads must keep their
         addresses as long as `replay` is used.
 
         Returns:
-            (result, replay). `result` is the value that `run` returned, without meaningful content.
-            As long as `result` is referenced, later captures do not use its memory. `replay` runs
-            the graph on the current content of the inputs, and returns tensors that have the same
-            addresses each time. These tensors are valid until a graph runs that was captured after
-            `result` was released.
+            (result, replay). `result` is the value that `run` returned. Its tensors contain no
+            computed values. As long as `result` is referenced, later captures do not use its
+            memory. `replay` runs the graph on the current values of the inputs, and returns
+            tensors at the addresses of `result`. Graphs that were captured after the release of
+            `result` may overwrite these tensors.
         """
 
     def start_over(self) -> None:
@@ -92,9 +92,9 @@ class CudaGraphs:
 class PieceGraphs:
     """The captured graphs of all pieces of a model, for one number of tokens.
 
-    An instance serves as `ForwardContext.run_piece`. Attention runs between the graphs, and reads
-    and writes the graphs' tensors. Each argument of a piece must therefore have the same address as
-    at the capture.
+    The model calls an instance as `ForwardContext.run_piece`. Attention runs between the graphs,
+    and reads and writes tensors of the graphs. Each tensor argument of a piece must have the same
+    address as when the piece was captured.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -105,7 +105,7 @@ class PieceGraphs:
     def __call__(self, index: int, piece: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the piece with this index by replaying its graph, and return the result.
 
-        The first call captures the graph. The result of that call has no meaningful content.
+        The first call captures the graph. The result of that call contains no computed values.
         """
         if index not in self._replays:
             self._addresses[index] = _addresses(args)

@@ -30,9 +30,9 @@ _inductor_lock = threading.Lock()  # Inductor has one cache folder per process
 class InductorCompiler:
     """Compiles each distinct piece once with Inductor, and keeps the results in a disk cache.
 
-    The cache contains code that the engine executes. The cache folder must therefore belong to this
-    user or root, and must not be writable by every user. If the folder does not meet these
-    conditions, compiled pieces are kept only while this process runs.
+    The cache contains code that the engine executes. The cache folder must therefore belong to the
+    user of this process or to root, and must not be writable by every user. Otherwise, compiled
+    pieces are kept only while this process runs.
 
     Args:
         folder: folder of the disk cache, shared by processes. None: `default_cache_dir()`.
@@ -45,7 +45,7 @@ class InductorCompiler:
         self._known: dict[tuple[str, int | None], Compiled] = {}
 
     def open(self, key: str) -> None:
-        """Use the folder of the model with this key. If that fails, use a temporary folder.
+        """Use the cache folder of the model with this key, or a temporary folder if that fails.
 
         Args:
             key: the model's `environment_key`.
@@ -68,7 +68,7 @@ class InductorCompiler:
     def compile(
         self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
     ) -> Compiled:
-        """Return the compiled piece of a graph: from memory, from the folder or from Inductor.
+        """Return the compiled piece, from memory or from the cache folder if possible.
 
         Args:
             graph: the graph of the piece.
@@ -127,7 +127,7 @@ class InductorCompiler:
 
     @contextmanager
     def _inductor_files(self) -> Iterator[None]:
-        """Inside the `with` block, make Inductor keep its kernels in the current model's folder."""
+        """Make Inductor keep its kernels in the current model's folder during a `with` block."""
         with _inductor_lock:
             before = os.environ.get(_CACHE_DIR)
             os.environ[_CACHE_DIR] = str(self.folder / "inductor")

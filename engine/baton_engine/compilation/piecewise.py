@@ -40,8 +40,8 @@ class PieceCompiler(Protocol):
 
         Args:
             graph: piece to compile.
-            arguments: arguments of the piece: of the current call if `size` is set, otherwise
-                examples from the trace.
+            arguments: arguments of the current call of the piece. If `size` is None: example
+                arguments from the trace.
             size: the only number of tokens that the function must support. None: any number.
         """
 
@@ -59,7 +59,7 @@ class NoCompiler:
 
 
 class Piece(nn.Module):
-    """A compiled piece of the model: the graph between two attentions.
+    """A compiled piece of the model: the part of the graph between two attention operators.
 
     The arguments of `forward` are weights, tensors of earlier pieces and the number of tokens.
     """
@@ -217,7 +217,7 @@ def _keep_no_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def _overload(target: Any) -> Any:
-    """Return the default overload of an operator, and any other target unchanged.
+    """Return an operator's default overload. Return any other target unchanged.
 
     Graphs of Dynamo contain both operators and overloads.
     """
@@ -225,10 +225,10 @@ def _overload(target: Any) -> Any:
 
 
 def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators) -> bool:
-    """Replace operator calls in a part of the graph by calls of the functions in `operators`.
+    """Replace each call of an operator in `operators` by a call of the operator's function.
 
     Returns:
-        Whether the part contains any of `operators`.
+        Whether any call was replaced.
     """
     found = False
     for node in part.graph.nodes:
@@ -241,11 +241,11 @@ def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators
 
 
 def _where_size_is(examples: Sequence[Any]) -> tuple[int, int | None] | None:
-    """Return which argument, and which of its dimensions, is the number of tokens.
+    """Find the argument or the dimension of an argument that is the number of tokens.
 
     Returns:
-        (index of the argument, dimension), or None if no argument has the number. The dimension is
-        None if the argument is the number itself.
+        (index of the argument, dimension). The dimension is None if the argument itself is the
+        number of tokens. The result is None if nothing is found.
     """
     for place, example in enumerate(examples):
         if _is_symbol(example):

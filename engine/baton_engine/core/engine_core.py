@@ -64,8 +64,8 @@ class EngineCore(UtilityMethods):
             take_aborts: returns the ids of requests that clients have aborted since the last call.
                 Called after each run of the model, so that no tokens are sent to a client that has
                 just disconnected.
-            request_metrics: receives latencies and lengths of requests. None: they are not
-                exported.
+            request_metrics: receives latencies and lengths of requests. None: these metrics
+                are not exported.
             on_executor_failure: called once with the reason, from any thread, when a worker process
                 dies.
 
@@ -128,10 +128,10 @@ class EngineCore(UtilityMethods):
         return self._end_step(runs)
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step unless the queue is full, finish the oldest step and return the outputs.
+        """Start a step if possible, finish the oldest step in flight and return the outputs.
 
-        If the queue still has room and the oldest step still runs, the call returns without
-        waiting, so that the next call starts another step.
+        If a step was started and there is room for another, the call does not wait until the
+        oldest step ends. The next call can then start another step.
 
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
@@ -143,10 +143,10 @@ class EngineCore(UtilityMethods):
         return self._end_step(runs)
 
     def _start_step(self) -> bool:
-        """Schedule a step, and execute it without waiting for the output.
+        """Schedule a step, and start its execution without waiting for the output.
 
-        A step without content only reports ended KV transfers. It is not executed if another step
-        is in flight, because that step reports them too.
+        The output of a step without content only reports ended KV transfers. Such a step is not
+        executed if another step is in flight, because the other step's output reports the same.
 
         Returns:
             Whether the step has content: work for the model runner, or metadata for the connector.
@@ -172,7 +172,7 @@ class EngineCore(UtilityMethods):
             self._update(record, self._waiter.wait(record.output))
 
     def _update(self, record: StepRecord, output: ModelRunnerOutput) -> None:
-        """Apply aborts that arrived while the model ran, then the output of the step."""
+        """Abort requests that clients aborted during the step, then apply the step's output."""
         self._records.measure(record)
         self.scheduler.abort_requests(self._take_aborts())
         record.outputs = self.scheduler.update_from_output(record.step, output)
@@ -182,7 +182,7 @@ class EngineCore(UtilityMethods):
         """Set `made_progress`, and return the outputs for clients.
 
         Args:
-            has_run: whether this call has started or finished a step.
+            has_run: whether the current call of `step_fn` has started or finished a step.
         """
         self.made_progress = has_run and (self.scheduler.made_progress or self._must_continue)
         return self.take_outputs()
@@ -266,7 +266,7 @@ class EngineCore(UtilityMethods):
         return outputs
 
     def _collect_outputs(self) -> None:
-        """Move the outputs that the scheduler produced outside steps to `_outputs`."""
+        """Append to `_outputs` the outputs that the scheduler produced between steps."""
         outputs = self.scheduler.take_outputs()
         if outputs:
             self.request_metrics.on_outputs(outputs)

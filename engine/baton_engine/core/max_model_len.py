@@ -18,8 +18,9 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     when they load the model.
 
     Raises:
-        ConfigurationError: the KV memory holds fewer tokens than the configured limit. Or the model
-            runs each prompt in one step, and `scheduler.max_num_batched_tokens` is below the limit.
+        ConfigurationError: the KV memory holds fewer tokens than the configured limit. Also raised
+            if the model runs each prompt in one step, and `scheduler.max_num_batched_tokens` is
+            below the configured limit.
     """
     configured, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
     budget = config.scheduler.max_num_batched_tokens

@@ -53,7 +53,7 @@ class PausedEngine(ABC):
 
     @abstractmethod
     def _collect_outputs(self) -> None:
-        """Take the outputs that the scheduler has produced outside steps."""
+        """Collect the outputs that the scheduler has produced between steps."""
 
     def set_pause_state(self, state: PauseState) -> None:
         self.scheduler.set_pause_state(state)
@@ -75,7 +75,8 @@ class PausedEngine(ABC):
         """Free the KV of all requests and clear the prefix cache.
 
         Returns:
-            False if transfers still hold blocks. The caller then tries again later.
+            True if all KV is freed. False if KV transfers still hold blocks, so that the caller
+            must try again later.
         """
         self.scheduler.preempt_all()
         if self.scheduler.state.kv.usage > 0:
@@ -273,10 +274,12 @@ class PauseControl:
             future.set_result(None)
 
     def _cancel(self, level: int, reason: str) -> bool:
-        """Fail pending sleeps whose level is at least `level`. With _NOT_ASLEEP, fail pauses too.
+        """Make pending sleeps fail whose level is at least `level`.
+
+        If `level` is _NOT_ASLEEP, pending pauses fail as well.
 
         Returns:
-            Whether any call was pending at these levels.
+            Whether any pending call failed.
         """
         void = [future for future, wanted in self._pending if wanted >= level]
         self._pending = [(future, wanted) for future, wanted in self._pending if wanted < level]

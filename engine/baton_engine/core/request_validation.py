@@ -39,8 +39,9 @@ def validate_request(
         vector_size: number of entries in the vector that a pooling model returns for a prompt.
 
     Raises:
-        ValueError: a field is out of bounds. The message names the field and the bounds.
-        RequestRefusedError: the request is for another rank.
+        ValueError: a field is out of bounds, or does not fit another field or this engine. The
+            message names the field.
+        RequestRefusedError: the request is for another data-parallel rank.
     """
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise ValueError(

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def make_scheduler(
     config: EngineConfig, info: ModelInfo, structured_output: StructuredOutputManager
 ) -> Scheduler:
-    """Create the scheduler that `scheduler.scheduler_class` names, and the KV cache manager.
+    """Create the scheduler of class `scheduler.scheduler_class`, with a KV cache manager.
 
     Args:
         config: configuration of the engine.

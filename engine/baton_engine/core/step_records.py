@@ -28,12 +28,12 @@ class StepFailedError(RuntimeError):
 
 
 class StepRecord:
-    """The record of one step: its durations, and a crash dump if it fails.
+    """Measures one step, and writes a crash dump if the step fails.
 
-    The engine core starts a step in one `with` block of the record, and finishes the step in
-    another. If a block raises an exception, the record writes a crash dump and raises
-    StepFailedError. Exceptions after which the engine continues are raised unchanged. After the
-    block that sets `outputs`, the record adds the step to the metrics and the log.
+    The engine core starts a step in one `with` block of the record, and finishes the step in a
+    second `with` block. If a block raises an exception, the record writes a crash dump and raises
+    StepFailedError. Exceptions after which the engine can continue are raised unchanged. At the end
+    of the block that sets `outputs`, the record adds the step to the metrics and the log.
     """
 
     __slots__ = (
@@ -112,9 +112,10 @@ class StepRecords:
         return StepRecord(self)
 
     def measure(self, record: StepRecord) -> None:
-        """Pass the duration of a step to the scheduler, and count the step's decodes for the log.
+        """Pass the duration of a step to the scheduler.
 
-        Call this when the output arrives, before `Scheduler.update_from_output`.
+        If steps are logged, also count the sequences that decode in the step. Call this method when
+        the step's output arrives, before `Scheduler.update_from_output`.
         """
         ended = time.monotonic()
         self._scheduler.observe_duration(
@@ -125,9 +126,9 @@ class StepRecords:
             record.num_decodes = self._scheduler.num_decodes(record.step)
 
     def add(self, record: StepRecord, outputs: list[EngineCoreOutput]) -> None:
-        """Add a finished step, which `measure` has measured, and its outputs to the metrics.
+        """Add a finished step and its outputs to the metrics. Call `measure` first.
 
-        Log the step if `observability.log_iterations` is set.
+        Also log the step if `observability.log_iterations` is set.
         """
         step = record.step
         self._request_metrics.on_step(step.total_num_scheduled_tokens, record.started)
@@ -152,7 +153,9 @@ class StepRecords:
             )
 
     def on_failure(self, step: SchedulerOutput | None, error: BaseException) -> None:
-        """Write a crash dump and raise StepFailedError, unless the engine survives the exception.
+        """Write a crash dump and raise StepFailedError.
+
+        Return without action if `error` is in `survivable`, or is not an Exception (SystemExit).
 
         Args:
             step: the step that failed. None: scheduling failed.

@@ -34,14 +34,14 @@ class UtilityMethods(PausedEngine):
     _connector_stats_time = -math.inf
 
     def get_stats(self) -> EngineStats:
-        """Return the engine's gauges and counters."""
+        """Return the engine's gauges and counters, all of them current."""
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """Return the engine's gauges and counters.
+        """Return the engine's gauges and counters. Those of the KV connector may be cached.
 
-        The KV connector's part is at most `max_connector_age_s` seconds old. The connector runs in
-        the workers, so reading its counters delays steps in flight.
+        The connector's counters are at most `max_connector_age_s` seconds old. The connector runs
+        in the workers, so reading its counters delays steps in flight.
         """
         now = time.monotonic()
         if now - self._connector_stats_time >= max_connector_age_s:
@@ -103,7 +103,8 @@ class UtilityMethods(PausedEngine):
             sleeps.
 
         Raises:
-            RuntimeError: the KV cache cannot be dropped, because other engines read and write it.
+            RuntimeError: the KV cache cannot be dropped, because other engines use it for KV
+                transfers. Or `PauseControl.sleep` refuses the call.
         """
         role = self.config.kv_transfer.role
         if level != 0 and role is not KVRole.NONE:

@@ -46,7 +46,7 @@ Address = tuple[str, int]
 
 
 class GlooConnection(NamedTuple):
-    """A TCP connection of this process. The inode shows whether `fd` still refers to it."""
+    """A TCP connection of this process. `inode` shows whether `fd` is still the same socket."""
 
     fd: int
     inode: int
@@ -58,7 +58,8 @@ def open_device(host: str) -> tuple[Any, Address, Collection[int]]:
     """Create a gloo device.
 
     Returns:
-        The device, the address on which it listens, and the inodes of all older sockets.
+        The device, the address on which the device listens, and the inodes of all sockets of this
+        process that are older than the device.
 
     Raises:
         RuntimeError: the address could not be determined.
@@ -91,8 +92,9 @@ def connections_among(
     If several ranks are threads of this process, the list has the connections of all these ranks.
 
     Args:
-        listening: addresses on which gloo of each member listens.
-        older: inodes of sockets that are older than this rank's gloo device. They are skipped.
+        listening: the listening address of each member's gloo device.
+        older: inodes of sockets that are older than this rank's gloo device. These sockets are
+            skipped.
     """
     return [each for each in _connected(older) if {each.own, each.peer} & set(listening)]
 
@@ -118,9 +120,9 @@ def reject_non_members(
     Args:
         own: address on which a device of this process listens.
         members: addresses from which members have connected to `own`.
-        older: inodes of sockets that are older than this device. They are skipped.
-        is_translated: whether the network may change the peers' addresses. If so, no connection is
-            shut down as long as `own` has as many connections as `members` has addresses.
+        older: inodes of sockets that are older than this device. These sockets are skipped.
+        is_translated: whether the network may change the addresses of peers. If so, and `own` has
+            as many connections as `members` has addresses, no connection is shut down.
 
     Returns:
         Number of connections that were shut down.

@@ -17,7 +17,7 @@ class Group(Protocol):
     """Ranks that exchange tensors.
 
     All members call the collective operations in the same order. Operations raise GroupBrokenError
-    if a member is gone or `abort` was called. They raise TimeoutError if a member does not respond
+    if a member is gone or `abort` was called, and TimeoutError if a member does not respond
     within the group's timeout.
     """
 

@@ -55,16 +55,16 @@ GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
 
 
 def generation_store(store: Store, number: int, nonce: str = "") -> Store:
-    """Return a view of the store that contains only the keys of one generation.
+    """Return a view of the store that contains only the keys of one generation of groups.
 
-    Each attempt to form a generation has its own nonce. Two attempts with the same number therefore
-    share no key.
+    Each attempt to form a generation has its own nonce. Two attempts with the same generation
+    number therefore share no key.
     """
     return PrefixStore(f"generation-{number}-{nonce}" if nonce else f"generation-{number}", store)
 
 
 def is_before(number: int) -> Callable[[str], bool]:
-    """Return a predicate for store keys: true for generations with a number below `number`."""
+    """Return a predicate that is true for the store keys of generations below `number`."""
 
     def is_outdated(key: str) -> bool:
         of_generation = GENERATION_KEY.match(key)
@@ -105,7 +105,7 @@ def create_group(
     Raises:
         ConfigurationError: the device is cuda, and torch has no NCCL.
         TimeoutError: a member did not join.
-        GroupBrokenError: a member joined and is gone.
+        GroupBrokenError: a member joined, but has ended or disconnected.
     """
     if size == 1:
         return LoneGroup()
@@ -201,7 +201,7 @@ def create_parallel_context(
     Raises:
         ConfigurationError: the device is cuda, and torch has no NCCL.
         TimeoutError: the store does not respond, or a rank did not join.
-        GroupBrokenError: a rank joined and is gone.
+        GroupBrokenError: a rank joined, but has ended or disconnected.
     """
     if parallel.world_size == 1:
         return ParallelContext()
@@ -219,7 +219,7 @@ def create_parallel_context(
 
 
 class TorchGroup:
-    """A `Group` over gloo or NCCL, which `create_group` connects."""
+    """A `Group` over gloo or NCCL. `create_group` creates its connections."""
 
     def __init__(
         self,
@@ -328,8 +328,8 @@ class TorchGroup:
             operation: name of the operation, for error messages.
             peers: the other ranks of the operation, for error messages.
             start: starts the operation and returns torch's work handle.
-            timeout: timeout of the operation. None: the backend's timeout. send and recv pass a
-                timeout, because gloo applies the timeout of its connection to them by default.
+            timeout: timeout of the operation. None: the backend's timeout. send and recv must
+                pass a timeout. Gloo otherwise uses the timeout with which it connected.
         """
         where = (
             f"{operation} in group {self.name}, rank {self.rank} of {self.size}, "

@@ -219,7 +219,7 @@ class SharedMemoryGroup:
     ) -> None:
         """Exchange the bytes of an all_to_all in several rounds, because one buffer is too small.
 
-        Each of n rounds sends 1/n of the bytes for each rank.
+        If there are n rounds, each round sends 1/n of the bytes for each rank.
 
         Args:
             sources: bytes to send to each rank, [bytes] uint8.
@@ -243,8 +243,9 @@ class SharedMemoryGroup:
                 share.copy_(self._buffers[rank, half, begin : begin + len(share)])
 
     def _exchange(self, piece: Tensor, operation: str) -> list[Tensor]:
-        """Publish this rank's piece, and return the pieces of all ranks in rank order.
+        """Publish `piece` in this rank's buffer, and return all ranks' pieces in rank order.
 
+        A piece is a part of a tensor that fits into one buffer, and has the same size on all ranks.
         The returned pieces are valid until the next exchange.
         """
         half = self._begin_exchange(operation)
@@ -330,14 +331,14 @@ class SharedMemoryGroup:
         self._deaths.register(fd, select.POLLIN)
 
     def _done(self, rank: int) -> int:
-        """Return the number of exchanges for which a rank has published its buffer."""
+        """Return the number of exchanges in which `rank` has published its buffer so far."""
         return self._words[self._word_of(rank)] & ~LEFT
 
     def _word_of(self, rank: int) -> int:
         return rank * WORD_NBYTES // NUMBER_NBYTES
 
     def _number_of(self, rank: int, half: int) -> int:
-        """Return the index in `_numbers` at which buffer `half` of a rank begins."""
+        """Return the index in `_numbers` at which a rank's buffer `half` (0 or 1) begins."""
         return (rank * 2 + half) * BUFFER_NBYTES // NUMBER_NBYTES
 
     def _where(self, operation: str) -> str:
@@ -358,7 +359,7 @@ def _pieces(dense: Tensor) -> Iterator[Tensor]:
 
 
 def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
-    """Return which part of `nbytes` bytes is exchanged in round `turn` (from 0) of `rounds`."""
+    """Return the slice of `nbytes` bytes that is exchanged in round `turn`, from 0, of `rounds`."""
     return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
 
 

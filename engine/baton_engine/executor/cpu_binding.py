@@ -118,9 +118,9 @@ def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
 
 
 def cpu_limit(root: Path = ROOT) -> float | None:
-    """Return how much CPU time this process's control groups allow, in CPUs. None: no limit.
+    """Return the CPU limit of this process's cgroups, in CPUs. None: no limit.
 
-    The result is the lowest limit of the process's own group and all parent groups.
+    The result is the lowest limit of the process's own cgroup and all its parents.
     """
     limits = []
     for folder in control_groups(root, "cpu"):
@@ -150,5 +150,5 @@ def _read_cpu_list(path: Path) -> list[int]:
 
 
 def _starts(length: int, share: int) -> range:
-    """Return the first index of each whole group of `share` entries in a list of `length`."""
+    """Return the start index of each full group of `share` entries in a list of `length`."""
     return range(0, length - share + 1, share) if share else range(0)

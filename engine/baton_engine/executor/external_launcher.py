@@ -57,7 +57,7 @@ class _Result(msgspec.Struct):
 
 
 class ExternalLauncherExecutor(UniProcExecutor):
-    """Runs the worker of the rank that torchrun started."""
+    """Runs the worker of one rank in this process. torchrun starts one process per rank."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -147,14 +147,13 @@ class ExternalLauncherExecutor(UniProcExecutor):
             self._store.close()
 
     def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
-        """Return the address of the rendezvous store of all ranks.
+        """Return the address of the rendezvous store of all ranks. Rank 0 opens this store.
 
-        Rank 0 opens the store at torchrun's address. If torchrun's agent already has its own store
-        there, rank 0 opens the rendezvous store at another address. Rank 0 publishes that address
-        in the agent's store.
+        The address is MASTER_ADDR:MASTER_PORT. If torchrun's agent already has its own store there,
+        rank 0 opens the rendezvous store elsewhere and publishes its address in the agent's store.
 
         Raises:
-            TimeoutError: the agent's store or rank 0 does not answer.
+            TimeoutError: the agent's store does not answer, or rank 0 publishes no address.
         """
         master = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -182,7 +181,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """Sample the tokens of the last step, and return the results of the output rank.
 
-        With one pipeline stage, all ranks sample the same tokens, so nothing is exchanged.
+        With one pipeline stage, all ranks sample the same tokens, so each rank returns its own
+        results.
         """
         output = super()._sample(grammar)
         if self.config.parallel.pipeline_parallel_size == 1:

@@ -190,7 +190,7 @@ class RayExecutor(RemoteExecutor):
         )
 
     def _bundles_in_rank_order(self) -> list[int]:
-        """Return the index of each rank's bundle.
+        """Return the index of each rank's bundle in the placement group, grouped by node.
 
         Tensor-parallel ranks are consecutive, so most of their traffic stays within a node.
         """
@@ -201,7 +201,7 @@ class RayExecutor(RemoteExecutor):
     def _call_actors(
         self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None
     ) -> list[Any]:
-        """Call a method of every actor. Results and exceptions are those of `collective_rpc`."""
+        """Call a method of every actor. Return and raise what `collective_rpc` specifies."""
         results: dict[int, Any] = {}
         future: Future[list[Any]] = Future()
         if not self._register(future):
@@ -224,7 +224,8 @@ class RayExecutor(RemoteExecutor):
         """Register a future that fails when the executor fails.
 
         Returns:
-            False if the executor has already failed. `future` then raises the executor's error.
+            True if registered. False if the executor has already failed: `future` then raises the
+            executor's error.
         """
         ticket = next(self._tickets)
         with self._lock:
@@ -307,7 +308,7 @@ class _RankActor:
         self._worker: Any = None
 
     def hold(self) -> None:
-        """Block until the actor dies. The pending call then fails, which reports the death."""
+        """Block until the actor dies, so that Ray reports the death as a failure of this call."""
         threading.Event().wait()
 
     def place(self) -> _Place:
@@ -315,9 +316,10 @@ class _RankActor:
         return _Place(context.get_node_id(), context.get_accelerator_ids()["GPU"])
 
     def create_worker(self, places: list[_Place]) -> CommandFailure | None:
-        """Create the worker. The engine's workers on one node share the cores of the node.
+        """Create the worker of this rank.
 
-        Each worker sees the GPUs of all these workers, so that NCCL can copy between the GPUs.
+        The engine's workers on one node share the cores of the node. Each worker sees the GPUs of
+        all workers on its node, so that NCCL can copy between the GPUs.
 
         Args:
             places: the places of all ranks.

@@ -15,7 +15,10 @@ from baton_protocol.options.config import EngineConfig
 
 
 class RemoteExecutor(Executor):
-    """Records the first failure, after which no step can run, and reports the death of a worker."""
+    """Base class of executors whose workers are other processes.
+
+    Records the first failure, after which no step can run. Reports the death of a worker once.
+    """
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -39,10 +42,10 @@ class RemoteExecutor(Executor):
 
     @abc.abstractmethod
     def _take_pending(self, died: bool) -> list[Future[Any]]:
-        """Return the futures that a failure ends. The caller holds `_lock`.
+        """Return the futures that must fail after a failure. The caller holds `_lock`.
 
         Args:
-            died: whether a worker has died, so that it answers no calls.
+            died: whether a worker has died. If so, pending calls must fail as well as steps.
         """
 
     def _fail(self, error: Exception, *, died: bool) -> None:

@@ -40,8 +40,8 @@ def initialize_workers(
     Args:
         config: configuration of the engine.
         call: calls a method of every worker.
-        wakeup_args: arguments of the workers' `open_connector`. Empty if a function cannot be sent
-            to the workers.
+        wakeup_args: arguments of the workers' `open_connector`: the wakeup function. Empty if a
+            function cannot be sent to the workers.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.

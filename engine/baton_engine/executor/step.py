@@ -57,7 +57,7 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Changes to a request that the worker already has."""
+    """The changes in one step to a request that the worker already has."""
 
     request_id: str
     new_block_ids: list[int]
@@ -122,9 +122,9 @@ class SchedulerOutput:
         )
 
     def without_tokens(self) -> SchedulerOutput:
-        """Return this step without tokens to run and without KV blocks to save.
+        """Return a copy of this step that runs no tokens and saves no KV blocks.
 
-        Block copies, KV loads and finished requests remain, because workers must apply them once.
+        Block copies, KV loads and finished requests remain, because workers must still apply them.
         """
         connector = replace(self.connector, saves=[])
         return replace(
@@ -185,5 +185,5 @@ class PendingOutput:
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)
 
     def result(self) -> ModelRunnerOutput:
-        """Return the results when the tokens are on the host. Any thread may call this method."""
+        """Wait for the tokens and return the results. Any thread may call this method."""
         return ModelRunnerOutput(self.wait_for_tokens(), connector=self.connector)

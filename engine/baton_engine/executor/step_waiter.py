@@ -23,8 +23,8 @@ class StepWaiter:
 
         Args:
             executor: runs the steps.
-            step_timeout_s: `parallel.step_timeout_s`. An executor with `watches_steps` checks the
-                timeout itself.
+            step_timeout_s: `parallel.step_timeout_s`. Not used if the executor itself checks this
+                timeout (`Executor.watches_steps`).
             on_failure: called with the reason, from any thread, when a worker process dies or a
                 step takes longer than the timeout.
         """

@@ -87,7 +87,7 @@ class UniProcExecutor(Executor):
         return result
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample the tokens of the last step. Return its results. Runs in the worker's thread."""
+        """Sample the last step's tokens and return the results. Runs in the worker's thread."""
         return self._worker.sample_tokens(grammar)
 
     def collective_rpc(

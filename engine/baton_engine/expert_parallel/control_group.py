@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 
 class ControlGroup:
-    """A CPU process group of the engine cores of one generation.
+    """A CPU process group in which the engine cores of one generation exchange votes.
 
-    Exchanges run in a separate thread, so that the main thread handles signals while it waits.
+    Exchanges run in a separate thread, so that the waiting main thread can handle signals.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -87,7 +87,7 @@ def join_control_group(
 
     Raises:
         TimeoutError: the store does not respond, or a member did not join.
-        GroupBrokenError: a member joined and is gone.
+        GroupBrokenError: a member joined, but has ended or disconnected.
     """
     group = join_generation(
         "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret

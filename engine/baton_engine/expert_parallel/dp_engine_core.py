@@ -64,7 +64,10 @@ NO_SLEEP = (
 
 
 class DPEngineCore(EngineCore):
-    """The engine core of one rank. Other threads may call only `interrupt`."""
+    """The engine core of one rank of an expert-parallel group.
+
+    Other threads may call only `interrupt`.
+    """
 
     survivable = (GroupBrokenError,)
 
@@ -81,7 +84,7 @@ class DPEngineCore(EngineCore):
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
     ) -> None:
-        """Create a rank that is in no generation.
+        """Create a rank that is not in a generation (version of the group's topology) yet.
 
         Args:
             config: configuration of the engine.
@@ -89,11 +92,11 @@ class DPEngineCore(EngineCore):
             member: name, instance id and addresses of this rank.
             wave_sender: announces waves to the other ranks.
             join: joins the control group of a generation.
-            unreachable: returns the instance ids of the members that cannot be reached. Another
-                thread calls it.
-            wakeup: wakes the loop, which then calls `advance`. Other threads call it.
-            pauses: histograms of the pauses between steps, as `topology_stats.commit_pauses`
-                creates them.
+            unreachable: takes members, and returns the instance ids of those that cannot be
+                reached. It is called in another thread.
+            wakeup: wakes the engine's loop, which then calls `advance`. Other threads call this
+                function.
+            pauses: histograms from `topology_stats.commit_pauses`. None: create new histograms.
             **hooks: further keyword arguments of EngineCore.
         """
         super().__init__(config, executor, **hooks)
@@ -120,7 +123,7 @@ class DPEngineCore(EngineCore):
 
     @property
     def rank(self) -> int | None:
-        """Rank in the current generation, which may be broken. None without a generation."""
+        """Rank in the current generation, even if it is broken. None if in no generation."""
         return self.generation.rank_of(self._instance_id) if self.generation is not None else None
 
     @property
@@ -195,8 +198,8 @@ class DPEngineCore(EngineCore):
     def on_start_wave(self, start: StartWave) -> None:
         """Join the wave that another rank has started.
 
-        A StartWave of the next generation is kept until this rank has committed the generation.
-        Call this method between steps.
+        If the wave belongs to the next generation, keep the message until this rank has committed
+        that generation. Call this method between steps.
         """
         if self._waves is not None and self._is_in(start):
             self._waves.on_start(start)
@@ -208,7 +211,7 @@ class DPEngineCore(EngineCore):
         """Stop waiting for other ranks if the directive is urgent or dismisses this rank.
 
         A directive is urgent if its target replaces the current generation without a vote.
-        Thread-safe. The caller also passes the directive to `on_directive`, between steps.
+        Thread-safe. The caller must also pass the directive to `on_directive` between steps.
         """
         target = directive.target
         with self._group_lock:
@@ -233,9 +236,9 @@ class DPEngineCore(EngineCore):
     def advance(self) -> None:
         """Advance the preparation of the next generation.
 
-        If the commit was received and this rank is not serving, commit the prepared generation
-        without a vote. Also close an old control group after its grace period, and read the
-        experts' loads every LOADS_INTERVAL_S.
+        If the coordinator's commit was received and this rank is not serving, commit the prepared
+        generation without a vote. Also close an old control group after its grace period. While
+        serving, read the load of each expert every LOADS_INTERVAL_S.
         """
         now = time.monotonic()
         standby = self._standby
@@ -254,7 +257,8 @@ class DPEngineCore(EngineCore):
     def _commit(self, standby: StandbyGeneration) -> None:
         """Commit a prepared generation.
 
-        If the generation has this rank, the rank then serves in it, else the rank leaves the group.
+        If this rank is a member of the generation, it serves in that generation. Otherwise it
+        leaves the group.
         """
         generation, started = standby.generation, time.monotonic()
         self._standby = None
@@ -293,7 +297,7 @@ class DPEngineCore(EngineCore):
     def _break(self, reason: str) -> None:
         """Mark the current generation as broken, and stop waiting for other ranks.
 
-        Requests stay until the next generation is committed.
+        Requests wait until the next generation is committed.
         """
         generation = self.generation
         assert generation is not None, "only a generation can break"
@@ -364,9 +368,9 @@ class DPEngineCore(EngineCore):
 
     @property
     def _wants_vote(self) -> bool:
-        """Whether this rank must start an exchange now to vote for the next generation.
+        """Whether this rank must now start a vote exchange to commit the next generation.
 
-        The vote is repeated until all ranks vote for this generation.
+        The exchange is repeated every POLL_INTERVAL_S until all ranks vote for that generation.
         """
         standby = self._standby
         return (
@@ -380,7 +384,7 @@ class DPEngineCore(EngineCore):
     def _must_step(self) -> bool:
         """Whether this rank must step with the other ranks.
 
-        A rank without tokens of its own then runs a dummy batch if another rank has tokens.
+        In such a step, a rank without tokens runs a dummy batch if another rank has tokens.
         """
         return self._waves is not None and (self._waves.running or self._wants_vote)
 
@@ -450,9 +454,10 @@ class DPEngineCore(EngineCore):
         If no wave is running, start a wave first.
 
         Args:
-            step: the scheduled step, which gets the number of tokens of each rank.
+            step: the scheduled step. If any rank has tokens, `wave_tokens` is set to each rank's
+                number of tokens.
             waves: the waves of the current generation.
-            voted: the prepared generation for whose commit this rank votes. None: no generation.
+            voted: the prepared generation that this rank votes to commit. None: no such generation.
 
         Raises:
             GroupBrokenError: a rank is gone.
@@ -491,7 +496,7 @@ class DPEngineCore(EngineCore):
     # Status
 
     def ask_to_leave(self) -> None:
-        """Request a generation without this rank from the coordinator. Idempotent."""
+        """Report `leaving` in the status, so that the coordinator removes this rank. Idempotent."""
         self._report.leaving = True
 
     def status(self) -> Status:

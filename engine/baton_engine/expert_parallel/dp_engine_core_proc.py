@@ -57,10 +57,10 @@ DISMISSED_PATIENCE_S = 10.0
 
 
 class DPEngineCoreProc(EngineCoreProc):
-    """The process of one rank. Adds the connections to the coordinator and other ranks."""
+    """The engine process of one rank, with connections to the coordinator and the other ranks."""
 
     def __init__(self, config: EngineConfig, host: str) -> None:
-        """Bind the engine port and the link port.
+        """Bind the ports for clients (engine port) and for the group (link port).
 
         Raises:
             zmq.ZMQError: a port cannot be bound.
@@ -181,11 +181,12 @@ class DPEngineCoreProc(EngineCoreProc):
             self.io.input_queue.put(Input(RequestType.START_DP_WAVE, payload=message))
 
     def _on_dismissal(self, dismissed: bool) -> None:
-        """Record a dismissal. Fail the process if its loop does not process the dismissal in time.
+        """Record whether this rank is dismissed. Fail the process if its loop is stalled.
 
-        A dismissal means that the group continues without this rank. The coordinator repeats a
-        dismissal, so this method is called again. If the process fails, its clients receive DEAD,
-        and the gateway continues their requests elsewhere.
+        A dismissed rank is no longer part of the group. The coordinator repeats a dismissal, so
+        this method is called again. If the loop does not process the dismissal within
+        DISMISSED_PATIENCE_S, the process fails. Its clients then receive DEAD, and the gateway
+        continues their requests elsewhere.
 
         Args:
             dismissed: `Directive.dismissed` of the received directive.

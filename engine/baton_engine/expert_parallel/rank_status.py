@@ -16,7 +16,7 @@ from baton_protocol.topology import ExpertLoads, Generation, RankPhase, Status, 
 class RankReport:
     """The parts of a rank's Status and topology metrics that are kept between steps.
 
-    Fields with the name of a field of `Status` have the meaning of that field.
+    A field that also exists in `Status` has the same meaning there.
     """
 
     member: TopologyMember
@@ -31,12 +31,12 @@ class RankReport:
     leaving: bool = False
 
     def on_target(self) -> None:
-        """Clear the last failure to prepare, because another generation is now the target."""
+        """Clear the last preparation's failure, because another generation is prepared now."""
         if self.failed:
             self.failed = self.failure = ""
 
     def on_progress(self, standby: StandbyGeneration) -> None:
-        """Record a failure of the preparation, and whether the commit was received."""
+        """Record whether the preparation has failed, and whether the commit was received."""
         if standby.failure and self.failed != standby.generation.nonce:
             self.failed, self.failure = standby.generation.nonce, standby.failure
         if standby.committed:
@@ -58,7 +58,7 @@ class RankReport:
         standby: StandbyGeneration | None,
         stats: EngineStats,
     ) -> Status:
-        """Return the status for the coordinator."""
+        """Return the status of this rank that is sent to the coordinator."""
         return Status(
             member=self.member,
             phase=phase,

@@ -18,12 +18,12 @@ class RetiredGroups:
         self._groups: list[tuple[float, ControlGroup]] = []
 
     def add(self, group: ControlGroup | None) -> None:
-        """Retire a group that this rank no longer uses. None is ignored."""
+        """Add a control group that this rank no longer uses. None is ignored."""
         if group is not None:
             self._groups.append((time.monotonic() + RETIREMENT_GRACE_S, group))
 
     def advance(self) -> None:
-        """Close the oldest group if its grace period is over."""
+        """Close the oldest control group if its grace period is over."""
         if self._groups and time.monotonic() >= self._groups[0][0]:
             self._groups.pop(0)[1].close()
 

@@ -26,7 +26,7 @@ Join = Callable[[Generation, int], ControlGroup]
 
 
 class StandbyGeneration:
-    """The preparation of one generation of the group's topology.
+    """The preparation of the next generation (version of the expert-parallel group's topology).
 
     Errors are stored in `failure` and do not stop the engine.
     """
@@ -46,10 +46,10 @@ class StandbyGeneration:
             generation: the generation to prepare.
             rank: rank of this engine in `generation`. None: the engine leaves the group and
                 prepares nothing.
-            current: the generation that serves. None: this engine is in no generation.
+            current: the generation in use. None: this engine is in no generation.
             executor: executor of the workers, which prepare groups and experts.
             join: joins the control group.
-            wakeup: called by another thread when the join has ended.
+            wakeup: called by another thread when the join has succeeded or failed.
         """
         self.generation = generation
         self.rank = rank
@@ -101,7 +101,7 @@ class StandbyGeneration:
         Call this method between steps.
 
         Args:
-            now: seconds of any monotonic clock.
+            now: current time in seconds, from any monotonic clock.
         """
         was_ready = self.ready
         if was_ready or self.failure:
@@ -117,7 +117,7 @@ class StandbyGeneration:
             logger.info("generation %d is prepared (operation %s)", *_names(self.generation))
 
     def keep(self, start: StartWave) -> None:
-        """Record that another rank has committed this generation and started a wave."""
+        """Store another rank's wave, which shows that this generation is committed."""
         self.committed = True
         if self.start is None or start.wave > self.start.wave:
             self.start = start

@@ -16,9 +16,9 @@ GIVE_UP_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model of a hub or an object store, and its folder in the cache.
+    """A model on a Hugging Face hub or in an object store, and its folder in the cache.
 
-    The folder is complete after a fetch of `uri`.
+    The folder may be missing until `uri` is fetched.
     """
 
     #: URI with the revision.
@@ -40,13 +40,13 @@ class CachedModel:
 def find_cached_model(
     model: str | Path, revision: str | None = None, download_dir: str | Path | None = None
 ) -> CachedModel | None:
-    """Return the model that a name or a URI refers to, or None for the path of a folder.
+    """Return the model that `model` names. None: `model` is the path of a folder.
 
     Args:
-        model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. If a local path
-            `ORG/NAME` exists, the path is meant.
+        model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. An existing local path
+            `ORG/NAME` takes precedence over the hub.
         revision: branch, tag or commit of a hub's model.
-        download_dir: the cache; None: `default_cache`.
+        download_dir: the cache folder. None: the result of `default_cache`.
 
     Raises:
         FetchError: the URI is invalid.
@@ -75,6 +75,6 @@ def default_cache() -> Path:
 
 
 def _folder_name(uri: str) -> str:
-    """Return a readable name that differs for each URI."""
+    """Return a readable folder name that is unique for the URI."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", uri.partition("://")[2])[:80].strip("-.")
     return f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"

@@ -117,9 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _exit(code: int) -> NoReturn:
-    """End the process at once.
+    """End the process without waiting for other threads.
 
-    Other threads may still download, and must not write to the log after the FATAL line.
+    Threads that still download must not write to the log after the line `FATAL <reason>: ...`.
     """
     os._exit(code)
 

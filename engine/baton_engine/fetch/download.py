@@ -44,7 +44,7 @@ class RetryPolicy:
 
         Args:
             attempt: number of earlier attempts without a new byte.
-            silent_since: time of the last new byte, from `time.monotonic`.
+            silent_since: `time.monotonic` of the last new byte, or of the start if there was none.
             stop: an event that ends the wait when it is set.
 
         Raises:
@@ -59,7 +59,7 @@ class RetryPolicy:
 
 
 class Download:
-    """Downloads the files of one listing into a partial folder."""
+    """Downloads the listed files of a model into a partial folder."""
 
     def __init__(
         self,
@@ -161,9 +161,9 @@ class Download:
 
 
 class _Target(io.BufferedRandom):
-    """A file that is written up to its listed size.
+    """A file under download. Writes fail once the file is larger than its listed size.
 
-    One write may exceed the size. `verify` then finds the difference.
+    The write that first exceeds the size succeeds. `verify` then reports the wrong size.
     """
 
     def __init__(self, fd: int, size: int) -> None:

@@ -74,8 +74,8 @@ def _fetch_once(
         The content of the folder's marker file.
 
     Raises:
-        FetchError: a retry does not help.
-        TransientError: the whole fetch may be retried.
+        FetchError: an immediate retry does not help.
+        TransientError: a retry of the whole fetch may succeed.
     """
     progress.set_step(f"listing the files of {request.uri}")
     listing = source.listing()

@@ -31,12 +31,12 @@ class FetchProgress:
     def set_step(
         self, message: str, measure: Callable[[], LoadProgress | None] | None = None
     ) -> None:
-        """Set the step that the fetch now performs, and log `message`.
+        """Set the current step of the fetch. Log `message` if it has changed.
 
         Args:
             message: what the step does.
             measure: returns the progress of the step, or None if unknown. It is called for every
-                health report. If `measure` is None, the progress is unknown.
+                health report. None: the progress is always unknown.
         """
         self._measure = measure or (lambda: None)
         if message != self._message:

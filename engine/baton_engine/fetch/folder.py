@@ -62,10 +62,11 @@ def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
     The cache may be shared with other pods, so the content of the marker is not trusted.
 
     Returns:
-        None if the model must be downloaded.
+        The marker, or None if the model must be downloaded.
 
     Raises:
-        FetchError: the folder contains another model or unknown files (ModelCacheInvalid).
+        FetchError: the folder contains another model, unknown files or an unreadable marker
+            (ModelCacheInvalid).
     """
     try:
         marker = _read_record(target / MARKER, Marker)
@@ -96,7 +97,7 @@ def _read_record(path: Path, kind: type[_Record]) -> _Record:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file cannot be read, or has another content.
+        ValueError: the file cannot be read, or its content does not match `kind`.
     """
     try:
         return msgspec.json.decode(read_file(path.parent, path.name), type=kind)
@@ -135,10 +136,10 @@ class Partial:
     def reuse_leftovers(self, files: Iterable[RemoteFile]) -> None:
         """Move reusable files of other partial folders into this folder. Remove those folders.
 
-        A folder whose fetcher is alive on this machine is skipped. From other folders of the same
-        revision, verified files are moved. Their digests are verified again, because another client
-        of a shared cache may have written the folder. Incomplete files are moved only if their
-        fetcher ran on this machine, because a fetcher on another machine may still write to them.
+        Folders whose fetcher still runs on this machine are skipped. Files are reused only if their
+        folder has the same revision. Verified files are verified again, because another client of a
+        shared cache may have written them. Incomplete files are reused only if their fetcher ran on
+        this machine, because a fetcher on another machine may still write to them.
 
         Args:
             files: the files of the model, as the source lists them.
@@ -192,7 +193,7 @@ class Partial:
         )
 
     def incomplete(self, file: RemoteFile) -> Path:
-        """Return the path of the file until the file is downloaded and verified.
+        """Return the path at which the file is stored until it is verified.
 
         Raises:
             FetchError: the folder of the file is a link, which another process has made.
@@ -271,7 +272,7 @@ class Partial:
         return marker
 
     def close(self) -> None:
-        """Release the folder, so that other fetchers may reuse its files."""
+        """Unlock the folder, so that other fetchers may reuse its files."""
         if self._owner >= 0:
             os.close(self._owner)
             self._owner = -1

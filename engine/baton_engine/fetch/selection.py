@@ -39,9 +39,8 @@ TEXT_FILES = frozenset(
 def select(names: Iterable[str], only: Only) -> list[str]:
     """Return the names of the files to download, sorted.
 
-    Only safetensors, JSON and tokenizer files at the top of the model's folder are selected, and
-    POOLING_FILE. Hidden files are not downloaded, and neither are files that can contain code, such
-    as pickles.
+    Safetensors, JSON and tokenizer files at the top of the model's folder are selected, and also
+    POOLING_FILE. Hidden files and files that can contain code, such as pickles, are never selected.
 
     Args:
         names: all files of the model.
@@ -74,7 +73,7 @@ def select(names: Iterable[str], only: Only) -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise FetchError (ModelInvalid) unless `name` is a plain relative path."""
+    """Raise FetchError (ModelInvalid) if `name` may lead out of the model's folder."""
     parts = name.split("/")
     hostile = (
         not name

@@ -52,7 +52,7 @@ class _Backend:
 
 
 class GrammarCompiler:
-    """Compiles specifications, and computes bitmasks. Thread-safe.
+    """Compiles specifications of structured output, and computes token bitmasks. Thread-safe.
 
     Args:
         model_path: the folder of the checkpoint, which contains `tokenizer.json`.
@@ -82,7 +82,7 @@ class GrammarCompiler:
         return mask
 
     def compile(self, spec: StructuredOutput) -> LLMatcher:
-        """Compile a specification.
+        """Compile a specification, and return its matcher.
 
         Raises:
             ValueError: the specification is invalid, or exceeds a limit.
@@ -154,9 +154,9 @@ class GrammarCompiler:
 
 
 def _check_ids(content: str) -> None:
-    """Raise ValueError if tokenizer.json has ids for which the library's table would be too long.
+    """Raise ValueError if a token id in tokenizer.json is larger than MAX_TOKEN_ID.
 
-    The table has an entry for each id, also for ids that no token has.
+    The library's table has one entry per id up to the largest, also for unused ids.
     """
     data = parse_object(content.encode())
     vocab = data["model"]["vocab"]

@@ -35,7 +35,7 @@ STACK_BYTES = 2**20
 
 
 class GrammarTrial:
-    """The child process that compiles specifications. It starts with the first one. Thread-safe.
+    """Compiles specifications in a child process, which the first `check` starts. Thread-safe.
 
     Args:
         model_path: the folder of the checkpoint.
@@ -50,11 +50,11 @@ class GrammarTrial:
         self._closed = False
 
     def check(self, spec: StructuredOutput) -> int:
-        """Compile a specification in the child process. Return the bytes that the grammar takes.
+        """Compile a specification in the child process. Return the grammar's size in bytes.
 
         Raises:
-            ValueError: the specification is invalid, or its compilation ends the process or takes
-                more than MAX_CPU_S, MAX_WALL_S or MAX_MEMORY_BYTES.
+            ValueError: the specification is invalid, or its compilation crashes the child process
+                or takes more than MAX_CPU_S, MAX_WALL_S or MAX_MEMORY_BYTES.
         """
         with self._lock:
             answer = self._ask(spec)
@@ -75,7 +75,7 @@ class GrammarTrial:
             process.kill()
 
     def _ask(self, spec: StructuredOutput) -> bytes:
-        """Return the child's answer as a line of JSON. Empty if the child has ended."""
+        """Send `spec` to the child, and return its line of JSON. Empty if the child has ended."""
         if self._closed:
             return b""
         if self._process is None:
@@ -117,7 +117,7 @@ class GrammarTrial:
 
 
 def main() -> None:
-    """Compile the specifications on stdin, and write the result of `_compile` for each."""
+    """Read specifications from stdin, and write the result of `_compile` for each to stdout."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve)

@@ -62,8 +62,8 @@ class Allowance:
     """The processor time that the running grammars of one client may still use.
 
     Args:
-        free_s: initial time in seconds, and the maximum time that can be saved up.
-        s_per_token: seconds that each token adds.
+        free_s: initial amount and upper limit of the unused time, in seconds.
+        s_per_token: seconds that each token (or bitmask) adds.
     """
 
     def __init__(self, free_s: float, s_per_token: float) -> None:
@@ -76,18 +76,18 @@ class Allowance:
         self._left_s = max(-self._free_s, saved_s - seconds)
 
     def is_exceeded_by(self, seconds: float, num_tokens: int) -> bool:
-        """Return whether no time is left, and a grammar with this usage is slow: see SHARE.
+        """Return whether the time is used up and a grammar with this usage is slow (see SHARE).
 
         Args:
             seconds: processor time that the grammar has used.
-            num_tokens: number of the grammar's tokens or bitmasks.
+            num_tokens: number of tokens or bitmasks on which the grammar has used this time.
         """
         own_s = SHARE * self._free_s + self._s_per_token * num_tokens
         return self._left_s < 0 and seconds > own_s
 
 
 class GrammarClient:
-    """The processor time that the running grammars of one client share."""
+    """The allowances for tokens and bitmasks that all running grammars of one client share."""
 
     def __init__(self) -> None:
         self.tokens = Allowance(FREE_S, S_PER_TOKEN)
@@ -117,8 +117,8 @@ class Grammar:
         are accepted.
 
         Returns:
-            False if a token is not allowed, or the grammar takes too much of its client's time.
-            Then the grammar cannot be used any more.
+            True on success. False if a token is not allowed, or if the grammar takes too much of
+            its client's time. After False, the grammar cannot be used any more.
         """
         started = time.thread_time()
         is_accepted = self._accept(token_ids)
@@ -131,7 +131,7 @@ class Grammar:
         return is_accepted and not self._is_slow
 
     def spend(self, seconds: float) -> None:
-        """Record the processor time of a bitmask."""
+        """Record the processor time that one bitmask of this grammar took."""
         self._num_bitmasks += 1
         self._bitmask_s += seconds
         allowance = self._client.bitmasks
@@ -174,7 +174,8 @@ class StructuredOutputManager:
         vocab_size: width of the logits. Ids that the tokenizer does not have (padding of the
             embedding) are never allowed.
         eos_token_ids: the model's EOS tokens, which are allowed only where the text may end.
-        wakeup: called, by the compiling thread, when a Future of `compile` is done.
+        wakeup: called when a Future of `compile` is done, in the compiling thread unless the
+            grammar is cached.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class StructuredOutputManager:
         self._clients: WeakValueDictionary[str, GrammarClient] = WeakValueDictionary()
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
-        """Return the grammar of a specification. Compile it in another thread if necessary.
+        """Compile a specification in another thread, unless its compiled grammar is cached.
 
         Args:
             spec: the specification.
@@ -240,7 +241,7 @@ class StructuredOutputManager:
         return np.ascontiguousarray(bitmask[:, :words])
 
     def shutdown(self) -> None:
-        """Cancel compilations that have not started. Does not wait for running compilations."""
+        """End the child process, and cancel waiting compilations. Do not wait for running ones."""
         self._trial.close()
         self._pool.shutdown()
 

@@ -47,7 +47,10 @@ LINGER_S = 1.0
 
 
 class BoundedHTTPServer(ThreadingHTTPServer):
-    """An HTTP server with limits. A subclass of BoundedHandler handles the requests."""
+    """An HTTP server with limits on connections, sizes and times.
+
+    A subclass of BoundedHandler handles the requests.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -145,7 +148,7 @@ class _Head:
         """Return the next line, of at most `size` bytes.
 
         Raises:
-            LineTooLong: the head has more than MAX_HEAD_BYTES.
+            LineTooLong: the headers have more than MAX_HEAD_BYTES.
         """
         line = self._connection.readline(min(size, self._left + 1))
         self._left -= len(line)
@@ -165,7 +168,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
     _has_unread_body = False
 
     def parse_request(self) -> bool:
-        """Parse the head. A head that is too large gets status 431."""
+        """Parse the request line and the headers. Headers that are too large get status 431."""
         connection = self.rfile
         self.rfile = cast(BufferedIOBase, _Head(connection))
         try:
@@ -265,7 +268,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, code: int, message: str) -> None:
-        """Respond with an error and close the connection. Unread bytes are discarded."""
+        """Respond with an error, discard the rest of the request and close the connection."""
         self.close_connection = self._has_unread_body = True
         # `http.server` treats an unread request as HTTP/0.9, whose responses have no headers.
         self.request_version = self.protocol_version
@@ -274,7 +277,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         )
 
     def _discard_body(self) -> None:
-        """End the response, and read until the client ends the connection, at most for LINGER_S."""
+        """Stop sending, and discard input until the client disconnects or LINGER_S is over."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(LINGER_S)

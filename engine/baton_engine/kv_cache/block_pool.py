@@ -136,10 +136,9 @@ class BlockPool:
     def free(self, blocks: Sequence[Block]) -> None:
         """Remove one reference from each block of a sequence.
 
-        A block that is now without references enters the free list: an uncached block at the head,
-        to be allocated next, and a cached block at the tail. The last block of the sequence enters
-        before the first block, and is evicted earlier, because requests share the first blocks more
-        often.
+        A block without remaining references enters the free list. An uncached block enters at the
+        head and is allocated next. A cached block enters at the tail. The blocks enter in reverse
+        order. Therefore the first blocks, which requests share most often, are evicted last.
 
         Args:
             blocks: in the order of the sequence.
@@ -155,7 +154,7 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, block_hash: BlockHash) -> Block | None:
-        """Return the cached block with this hash, free or not. None: no such block is cached."""
+        """Return the cached block with this hash, whether free or in use. None if not cached."""
         return self._cached.get(block_hash)
 
     def cache(self, block: Block, block_hash: BlockHash) -> bool:
@@ -175,7 +174,8 @@ class BlockPool:
     def evict(self, blocks: Iterable[Block]) -> None:
         """Remove blocks from the prefix cache, before their content changes.
 
-        The offload tier, if there is one, stores the removed blocks. References to the blocks stay.
+        The offload tier, if there is one, stores the removed blocks. Reference counts do not
+        change.
         """
         gone: list[BlockHash] = []
         for block in blocks:
@@ -191,7 +191,7 @@ class BlockPool:
             self.events.append(BlocksRemoved(gone))
 
     def reset(self) -> None:
-        """Empty the prefix cache and the offload tier. References to blocks stay."""
+        """Empty the prefix cache and the offload tier. Reference counts do not change."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()

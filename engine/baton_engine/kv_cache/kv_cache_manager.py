@@ -138,7 +138,7 @@ class KVCacheManager:
         """Return whether `allocate` with these arguments would find enough free blocks.
 
         Args:
-            sequence: needs the blocks.
+            sequence: the sequence that needs the blocks.
             num_tokens: number of leading tokens that need blocks.
             cached: see `allocate`.
             keep_free: number of blocks that must stay free afterwards. Ignored if no free block is
@@ -158,11 +158,11 @@ class KVCacheManager:
         Args:
             cached: result of `find_cached_prefix`, for a sequence without blocks. These blocks
                 become the sequence's first blocks. An offloaded block gets a device block, which
-                this call adds to the prefix cache. The step under construction restores the KV
+                this call adds to the prefix cache. The step that is being scheduled restores its KV
                 before the step's tokens run.
 
         Returns:
-            False, with nothing changed, if too few blocks are free.
+            True on success. False, with nothing changed, if too few blocks are free.
         """
         if not self.can_allocate(sequence, num_tokens, cached):
             return False
@@ -266,7 +266,7 @@ class KVCacheManager:
         return copies
 
     def can_swap_in(self, sequences: Sequence[KVSequence], *, keep_free: int = 0) -> bool:
-        """Return whether the device has free blocks for the sequences, beyond `keep_free`."""
+        """Return whether the sequences fit on the device while `keep_free` blocks stay free."""
         num_blocks = len(
             {block.block_id for sequence in sequences for block in sequence.swapped_blocks}
         )
@@ -314,7 +314,7 @@ class KVCacheManager:
     def cache_blocks(self, sequence: KVSequence, num_computed_tokens: int) -> None:
         """Add the full blocks of the first `num_computed_tokens` tokens to the prefix cache.
 
-        The KV of these tokens was computed, or was loaded and verified.
+        The KV of these tokens must be computed already, or loaded and verified.
         """
         if not self.enable_prefix_caching:
             return
@@ -338,9 +338,10 @@ class KVCacheManager:
         self._free_host_blocks(sequence)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Remove and return the offload tier's copies for the step under construction.
+        """Remove and return the offload tier's copies for the step that is being scheduled.
 
-        Call this once per step. Later steps may then reuse the slots that this step uses.
+        Call this once per step. Afterwards, the slots of this step's copies may be reused in later
+        steps.
 
         Returns:
             Copies from device blocks to slots, and copies from slots to device blocks.
@@ -365,7 +366,7 @@ class KVCacheManager:
     def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
         """Replace each offloaded block of a cached prefix by a new device block.
 
-        The caller has called `pool.touch` for the blocks that are on the device.
+        Call `pool.touch` first for the blocks that are already on the device.
 
         Returns:
             The device blocks of the prefix.

@@ -12,7 +12,7 @@ from baton_protocol.block_hash import BlockHash
 class KVSequence:
     """The tokens and the KV blocks of one sequence.
 
-    Only the KV cache manager writes `blocks` and the fields after it.
+    Only the KV cache manager writes `blocks` and the fields declared after `blocks`.
     """
 
     request_id: str

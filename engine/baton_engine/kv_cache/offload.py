@@ -65,14 +65,14 @@ class OffloadTier:
         return OffloadedBlock(block_hash, slot) if slot is not None else None
 
     def store(self, block_hash: BlockHash, block_id: int) -> BlockHash | None:
-        """Store a computed block before the step under construction overwrites it.
+        """Store a computed block before the step that is being scheduled overwrites it.
 
-        Without a free slot, the block replaces the least recently used block. If the step
-        already reads or writes the slot of that block, the new block is not stored.
+        If no slot is free, the block replaces the least recently used block. If the step already
+        reads or writes the slot of that block, the new block is not stored.
 
         Returns:
-            The hash of the block that is lost: the replaced block's, or `block_hash` if the new
-            block is not stored. None if no block is lost.
+            The hash of the block that is lost: that of the replaced block, or `block_hash` if the
+            new block is not stored. None if no block is lost.
         """
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
@@ -92,7 +92,7 @@ class OffloadTier:
         return lost
 
     def hold(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Mark blocks as recently used, and keep their slots until `take_copies` is called.
+        """Mark blocks as recently used, and reserve their slots until `take_copies` is called.
 
         Args:
             blocks: in the order of the sequence. Later blocks count as less recently used, because
@@ -103,14 +103,14 @@ class OffloadTier:
             self._busy.add(block.slot)
 
     def restore(self, block: OffloadedBlock, block_id: int) -> None:
-        """Copy a held block to the device block `block_id` in the step under construction."""
+        """Add a copy from a held block to device block `block_id` to the step being scheduled."""
         self._restores.append(BlockCopy(block.slot, block_id))
         self.num_restored += 1
 
     def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Remove and return the copies of the step under construction.
+        """Remove and return the copies of the step that is being scheduled.
 
-        Later steps may then reuse the slots that this step uses.
+        Afterwards, the slots of this step's copies may be reused in later steps.
 
         Returns:
             Copies from device blocks to slots, and copies from slots to device blocks.

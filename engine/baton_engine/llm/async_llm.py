@@ -21,10 +21,10 @@ from baton_text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
-    """A model for offline inference in this process, with streams.
+    """A model for offline inference with asyncio in this process. Outputs are streamed.
 
-    The engine runs in a thread. Requests of all tasks run side by side. `close`, or the end of an
-    `async with` block, ends the engine.
+    The engine runs in a thread. Requests of different asyncio tasks run concurrently. `close`, or
+    the end of an `async with` block, ends the engine.
 
     Args:
         model, seed, generation_config, revision, download_dir, args: as in `LLM`.
@@ -57,7 +57,7 @@ class AsyncLLM:
         weakref.finalize(self, self._loop.close)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default sampling parameters of prompts, as in `LLM`."""
+        """Return the sampling parameters that `generate` uses if the caller passes none."""
         return self._model.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -132,11 +132,11 @@ class AsyncLLM:
                 yield output
 
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Pause this AsyncLLM and free memory, as `LLM.sleep`. Requests wait for `wake_up`."""
+        """Pause this AsyncLLM and free memory, like `LLM.sleep`. Requests wait for `wake_up`."""
         await self._loop.call(lambda: self._model.core.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore what `sleep` has freed, as `LLM.wake_up`."""
+        """Restore what `sleep` has freed, like `LLM.wake_up`."""
         await self._loop.call(lambda: self._model.core.wake_up(tags))
 
     async def reset_prefix_cache(self) -> None:
@@ -144,7 +144,7 @@ class AsyncLLM:
         await self._loop.call(self._model.core.reset_prefix_cache)
 
     async def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics, with the names that the engine's /metrics uses."""
+        """Return the engine's metrics, named as in the engine server's /metrics endpoint."""
         return await self._loop.call(self._model.metrics)
 
     def close(self) -> None:

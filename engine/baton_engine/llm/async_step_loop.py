@@ -48,10 +48,10 @@ class OutputStream:
 
 
 class AsyncStepLoop:
-    """Runs one engine core in a thread. All methods but `close` may be called from any thread.
+    """Runs one engine core in a thread. All methods may be called from any thread.
 
     Args:
-        core: the engine core, which only the thread uses from now on.
+        core: the engine core. From now on, only the loop's thread uses the core.
         wakeup: event that is set when the core may have new work.
     """
 
@@ -68,7 +68,7 @@ class AsyncStepLoop:
         self._thread.start()
 
     def add(self, requests: Sequence[EngineCoreRequest], stream: OutputStream) -> None:
-        """Send requests to the engine. Their outputs, or refusals, go to `stream`."""
+        """Send requests to the engine. `stream` receives their outputs or refusals."""
         self._command(lambda: self._add(requests, stream))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -77,7 +77,7 @@ class AsyncStepLoop:
         self._command(lambda: self._abort(ids))
 
     async def call(self, function: Callable[[], _Result]) -> _Result:
-        """Run a function of the engine core between two steps, and return its result.
+        """Run `function` in the engine's thread between two steps, and return its result.
 
         Raises:
             RuntimeError: the engine has failed or is closed.
@@ -99,7 +99,7 @@ class AsyncStepLoop:
         return await result
 
     def close(self) -> None:
-        """End all streams with an error, and wait for the thread. Idempotent."""
+        """End the loop, raise an error in all open streams and join the thread. Idempotent."""
         self._commands.put(None)
         self._wakeup.set()
         if threading.current_thread() is not self._thread:
@@ -138,7 +138,7 @@ class AsyncStepLoop:
         """Run the commands that have arrived. Wait for a command if the engine has no work.
 
         Returns:
-            False if the loop must end.
+            False if the loop must end, otherwise True.
         """
         is_idle = self._failure is not None or not self._core.has_requests
         try:

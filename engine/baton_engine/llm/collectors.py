@@ -59,13 +59,13 @@ class Collector(abc.ABC):
         """Add an output of one of `requests`.
 
         Returns:
-            Whether that request has ended. The engine may still run the request, because the
-            collector, not the engine, finds stop strings.
+            Whether that request has ended. The engine may still run the request, because only the
+            collector checks stop strings.
         """
 
 
 class SamplesCollector(Collector):
-    """Collects the samples of one prompt."""
+    """Collects the samples (generated sequences) of one prompt. Each request has one sample."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SamplesCollector(Collector):
         return self._samples[output.request_id].push(output)
 
     def result(self, request_id: str, *, finished: bool = True) -> RequestOutput:
-        """Return the result so far, with the id `request_id`.
+        """Return the result so far. `request_id` is the id of the result.
 
         Args:
             finished: whether all requests have ended.
@@ -126,7 +126,7 @@ class BeamsCollector(Collector):
         return output.finished
 
     def result(self) -> BeamSearchOutput:
-        """Return the result of the prompt. The request must have ended."""
+        """Return the beams of the prompt. The request must have ended."""
         assert self._output is not None
         sequences = []
         for beam in self._output.beams or []:
@@ -175,7 +175,7 @@ class VectorCollector(Collector):
         )
 
     def score(self) -> ScoringRequestOutput:
-        """Return the score of a pair, from a classifier."""
+        """Return a classifier's score of this prompt, which contains both texts of a pair."""
         [score] = unpack_vector(self.vector)
         return ScoringRequestOutput(
             self.requests[0].request_id,
@@ -185,7 +185,7 @@ class VectorCollector(Collector):
         )
 
     def similarity(self, other: VectorCollector) -> ScoringRequestOutput:
-        """Return the cosine of the embeddings of two prompts. Both vectors must be normalized."""
+        """Return the cosine of this embedding and that of `other`. Both must be normalized."""
         return ScoringRequestOutput(
             self.requests[0].request_id,
             ScoringOutput(dot(self.vector, other.vector)),
@@ -255,7 +255,7 @@ def check_output(output: EngineCoreOutput, where: str) -> None:
     """Raise an exception if an output reports a refusal or a failure.
 
     Args:
-        where: name of the prompt, for the message.
+        where: name of the prompt in the error message.
 
     Raises:
         ValueError: the prompt or its parameters cannot be served.

@@ -74,7 +74,7 @@ _OPTIONS = {
 
 
 def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
-    """Build the configuration of an engine in the caller's process.
+    """Build the configuration of an engine that runs in the caller's process.
 
     Raises:
         TypeError: an argument does not exist.

@@ -38,12 +38,12 @@ class LLM:
 
     Args:
         model: folder of the checkpoint, `ORG/NAME` of a model on a Hugging Face hub, or a URI such
-            as `s3://BUCKET/PREFIX`. A local folder ORG/NAME is used before the hub's model. A model
-            that is not in the cache is downloaded.
+            as `s3://BUCKET/PREFIX`. An existing local folder ORG/NAME takes precedence over the
+            hub. A model that is not in the cache is downloaded.
         seed: seed of the random generator that draws a seed for each prompt without a seed. With
             the same seed, the same calls return the same texts.
-        generation_config: "auto" takes default sampling parameters from the
-            checkpoint's generation_config.json. "none" takes Baton's defaults.
+        generation_config: "auto" takes default sampling parameters from the checkpoint's
+            generation_config.json. "none" takes Baton's defaults.
         revision: branch, tag or commit of a hub's model. None: main.
         download_dir: the cache of downloaded models. None: $XDG_CACHE_HOME/baton/models, or
             ~/.cache/baton/models.
@@ -102,10 +102,9 @@ class LLM:
                 `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
             sampling_params: parameters of all prompts, or a list with one entry per prompt. None:
                 the result of `get_default_sampling_params`.
-            use_tqdm: True shows a progress bar. A function is called with tqdm's arguments and
-                returns the bar.
-            priority: one number per prompt. Prompts with lower numbers run first. None: 0 for
-                all.
+            use_tqdm: True shows a progress bar, False none. A function is called with tqdm's
+                arguments and returns the bar.
+            priority: one number per prompt. Prompts with lower numbers run first. None: 0 for all.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -233,7 +232,7 @@ class LLM:
         """Score pairs of texts.
 
         With a reranker, the score is the relevance of the second text to the first text, from 0 to
-        1. With another pooling model, it is the cosine of both embeddings.
+        1. With another pooling model, the score is the cosine of the two texts' embeddings.
 
         Args:
             data_1: the first texts, or one text for all pairs.
@@ -272,8 +271,8 @@ class LLM:
     def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
         """Pause this LLM and free memory, until `wake_up` is called.
 
-        Level 0 frees nothing. Level 1 moves the weights of a GPU to host memory and drops the KV
-        cache. Level 2 drops the weights and the KV cache.
+        Level 0 frees nothing. Level 1 moves the weights from the GPU to host memory and drops the
+        KV cache. Level 2 drops the weights and the KV cache.
         """
         with self._lock:
             self._check_open()
@@ -311,7 +310,7 @@ class LLM:
             self._model.core.stop_profile()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics, with the names that the engine's /metrics uses."""
+        """Return the engine's metrics, named as in the engine server's /metrics endpoint."""
         with self._lock:
             self._check_open()
             return self._model.metrics()

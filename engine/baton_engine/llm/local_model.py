@@ -41,7 +41,7 @@ _Params = TypeVar("_Params", SamplingParams, PoolingParams)
 
 
 class LocalModel:
-    """The model, tokenizer and defaults of an `LLM` or `AsyncLLM`.
+    """The engine core, tokenizer and default parameters of an `LLM` or `AsyncLLM`.
 
     Args:
         model, seed, generation_config, revision, download_dir, args: as in `LLM`.
@@ -130,9 +130,9 @@ class LocalModel:
         """Return the prompt of each conversation. The arguments are those of `LLM.chat`.
 
         Raises:
-            TypeError: the messages have another type.
-            ValueError: there is no template, or it rejects the messages, or a variable is an
-                argument of `LLM.chat`.
+            TypeError: `messages` is neither a conversation nor a list of conversations.
+            ValueError: there is no chat template, the template rejects the messages, or
+                `chat_template_kwargs` contains an argument of `LLM.chat`.
         """
         variables = chat_template_kwargs or {}
         template = self._chat_template(chat_template, variables)
@@ -143,14 +143,14 @@ class LocalModel:
         ]
 
     def _chat_template(self, source: str | None, variables: dict[str, Any]) -> ChatTemplate:
-        """Return the template of a chat.
+        """Return the chat template to use: from `source` or from the checkpoint.
 
         Args:
-            source: Jinja source to use instead of the checkpoint's template.
-            variables: the caller's variables, which must not include arguments of `chat`.
+            source: Jinja source. None: the checkpoint's template.
+            variables: the caller's `chat_template_kwargs`.
 
         Raises:
-            ValueError: there is no template, or a variable is an argument of `chat`.
+            ValueError: there is no template, or `variables` contains an argument of `chat`.
         """
         for name in ("messages", "add_generation_prompt", "tools"):
             if name in variables:
@@ -225,7 +225,7 @@ class LocalModel:
     def _requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
     ) -> list[EngineCoreRequest]:
-        """Return one request per sample of a prompt.
+        """Return one request for each sequence to generate for a prompt.
 
         The requests form one group, so the engine computes the prompt once.
         """
@@ -260,8 +260,8 @@ def params_list(given: _Params | Sequence[_Params], kind: type[_Params], num: in
         given: parameters of all prompts, or a list with one entry per prompt.
 
     Raises:
-        TypeError: `given` has another type.
-        ValueError: the list has another length.
+        TypeError: `given` is neither parameters nor a list of parameters.
+        ValueError: the list does not have `num` entries.
     """
     name = "pooling_params" if kind is PoolingParams else "sampling_params"
     if isinstance(given, kind):

@@ -129,7 +129,7 @@ class ScoringRequestOutput:
 
 @dataclass
 class Metric:
-    """One sample of a metric, with the name that the engine's /metrics uses."""
+    """One sample of a metric, named as in the engine server's /metrics endpoint."""
 
     name: str
     labels: dict[str, str]

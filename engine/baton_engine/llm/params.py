@@ -43,7 +43,7 @@ def check_types(params: msgspec.Struct) -> None:
 
 
 def _unencodable_field(params: msgspec.Struct) -> str:
-    """Return the name of the first field that cannot be encoded, else the class name."""
+    """Return the name of the first field that msgspec cannot encode, or else the class name."""
     for name in params.__struct_fields__:
         try:
             msgspec.to_builtins(getattr(params, name))
@@ -105,7 +105,7 @@ class SamplingParams(WireSamplingParams, kw_only=True):
         self._wire(seed=self.seed or 0, bad_words=self.bad_words_token_ids).validate()
 
     def to_wire(self, tokenizer: Tokenizer, *, seed: int) -> WireSamplingParams:
-        """Return the parameters to send to the engine with each sequence of a prompt.
+        """Return the parameters in the form that is sent to the engine.
 
         Args:
             seed: seed to use if the caller set none.
@@ -163,7 +163,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     early_stopping: bool = False
 
     def to_wire(self) -> WireSamplingParams:
-        """Return the parameters to send to the engine.
+        """Return the parameters in the form that is sent to the engine.
 
         Raises:
             ValueError: a value is invalid. The message names the field and its bound.

@@ -56,7 +56,7 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
         index: position in the caller's list, for error messages.
 
     Raises:
-        TypeError: the prompt has another type.
+        TypeError: the prompt is neither a text nor a list of token ids.
         ValueError: the prompt is empty, or its text cannot be encoded.
     """
     given: Any = prompt  # not checked yet
@@ -84,11 +84,11 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
 
 
 def pair_list(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of first and second texts. A single first text is paired with all others.
+    """Return pairs of first and second texts. A single first text is paired with each second text.
 
     Raises:
         TypeError: the arguments are neither texts nor lists of texts.
-        ValueError: the lists have different lengths, or no text.
+        ValueError: the lists are empty or have different lengths.
     """
     first, second = ([data] if isinstance(data, str) else data for data in (data_1, data_2))
     for name, texts in (("data_1", first), ("data_2", second)):
@@ -136,7 +136,7 @@ def render_conversation(
     conversation: Sequence[Message],
     variables: Mapping[str, Any],
 ) -> Prompt:
-    """Return a conversation as a prompt.
+    """Render a conversation with the chat template, and tokenize the result.
 
     Args:
         variables: variables of the template besides `messages`.

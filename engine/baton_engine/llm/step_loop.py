@@ -98,7 +98,7 @@ class StepLoop:
                 yield index
 
     def _run_step(self) -> list[EngineCoreOutput]:
-        """Run one step and return its outputs. If there was nothing to do, wait for a wakeup."""
+        """Run one step and return its outputs. If there was no work, wait briefly for a wakeup."""
         try:
             outputs = self._core.step_fn()
         except Exception as error:
@@ -121,7 +121,7 @@ class StepLoop:
 
 
 class _Bar:
-    """A progress bar like vLLM's: finished prompts, and estimated tokens per second in and out."""
+    """A progress bar like vLLM's: finished prompts, and input and output tokens per second."""
 
     def __init__(self, bar: tqdm[Any] | None) -> None:
         self._bar = bar
@@ -157,8 +157,7 @@ def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
     """Delay Ctrl-C until the end of a step, because half a step would corrupt the scheduler.
 
     Yields a function that raises a delayed KeyboardInterrupt. A second Ctrl-C is not delayed.
-    Outside the main thread, this function does nothing, because Python interrupts only the main
-    thread.
+    Outside the main thread, nothing is delayed, because Python interrupts only the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

@@ -16,7 +16,7 @@ class LoadCounter:
         self._done, self._total = 0, 0
 
     def begin(self, total: int) -> None:
-        """Start to count a load of `total` bytes."""
+        """Reset the counter for a new load of `total` bytes."""
         self._done, self._total = 0, total
 
     def add(self, num_bytes: int) -> None:

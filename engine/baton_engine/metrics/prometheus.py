@@ -211,7 +211,7 @@ class EngineCollector(Collector):
         """Add one sample per entry of `values` to `family`, and return `family`.
 
         Args:
-            values: value of each sample by the sample's label values, without model_name.
+            values: value of each sample, by the values of its labels other than model_name.
         """
         for labels, value in values.items():
             family.add_metric([self._model_name, *labels], value)
@@ -227,7 +227,8 @@ def engine_registry(
     """Create a Prometheus registry with the metrics of one engine.
 
     Args:
-        commit_pauses: histograms by kind of commit. None: the engine is not a rank of a group.
+        commit_pauses: histograms from `topology_stats.commit_pauses`. None: the engine is not a
+            rank of an expert-parallel group.
     """
     registry = CollectorRegistry()
     registry.register(EngineCollector(stats, requests, model_name, commit_pauses or {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RecentMaximum:
-    """The largest value that was added in the last `window_s` to `2 * window_s` seconds."""
+    """The largest value added in the current and the previous window of `window_s` seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -15,7 +15,7 @@ class RecentMaximum:
 
     @property
     def value(self) -> float:
-        """The maximum at the time of the last `add`; 0 before it."""
+        """The maximum at the time of the last `add`. 0 if no value was added."""
         return max(self._current, self._previous)
 
     def add(self, value: float, now: float) -> None:

@@ -43,7 +43,7 @@ _LATENCY_S = (
 
 
 def _grid(first: float, last: float, *beyond: float) -> tuple[float, ...]:
-    """Return bucket bounds: `first` to `last` in steps of factor 1.25, then the bounds in `beyond`.
+    """Return bucket bounds: from `first` to `last` by factors of 1.25, then the bounds in `beyond`.
 
     A quantile that is computed from such buckets has an error of about 10%.
     """
@@ -162,7 +162,7 @@ class RequestMetrics:
             self._busy_until = now
 
     def on_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Record outputs for clients, in order."""
+        """Update the metrics of requests from their outputs, which must be in order."""
         now = self._clock()
         for output in outputs:
             progress = self._unfinished.get(output.request_id)

@@ -37,7 +37,7 @@ class TopologyStats(msgspec.Struct, kw_only=True):
 
 
 def commit_pauses() -> dict[str, Histogram]:
-    """Create the histograms of pauses between steps, by kind of commit.
+    """Create the histograms of the pauses that commits of generations cause, by kind of commit.
 
     For a `planned` commit, the pause is the duration of the commit. For a `broken` commit, the
     pause starts when the old generation broke.

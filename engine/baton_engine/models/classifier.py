@@ -27,7 +27,7 @@ class Classifier(nn.Module):
 def token_score(logits: Tensor, label_token_ids: tuple[int, ...]) -> Tensor:
     """Return the logit of the second token minus the logit of the first token, [rows, 1].
 
-    The sigmoid of the result is the softmax over both tokens.
+    The sigmoid of the result is the second token's probability in a softmax over both tokens.
 
     Args:
         logits: logits of the vocabulary, [rows, vocab_size].

@@ -45,7 +45,8 @@ class ExpertShard:
     A generation is a fixed set of ranks with a placement of experts on these ranks.
 
     Attributes:
-        tokens: number of this rank's tokens routed to each expert so far, int64 [num_experts].
+        tokens: number of this rank's tokens routed to each expert since the shard was created,
+            int64 [num_experts].
         slots: expert id in each slot of this rank.
     """
 
@@ -85,7 +86,7 @@ class ExpertShard:
         """Return the weighted sum of each token's expert outputs. All ranks must call this method.
 
         Args:
-            x: this rank's tokens, of shape [num_tokens, hidden]; num_tokens may be 0.
+            x: hidden states of this rank's tokens, [num_tokens, hidden]. num_tokens may be 0.
             weights: routing weights of shape [num_tokens, top_k], from
                 `baton_kernels.moe.route_top_k`.
             expert_ids: chosen experts of shape [num_tokens, top_k], from `route_top_k`.
@@ -124,7 +125,7 @@ class ExpertShard:
     ) -> Tensor:
         """Return the result of `mix` in the masked layout, with `most` rows sent to every rank.
 
-        Row t holds token t.
+        In the rows for each rank, row t holds token t of this rank.
         """
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
@@ -180,7 +181,7 @@ def uses_masked_layout(wave_tokens: Sequence[int]) -> bool:
 
 
 class _Copies(NamedTuple):
-    """For each expert, the copies to which one rank sends its tokens."""
+    """The copies of each expert to which one rank sends tokens."""
 
     ranks: Tensor  # int64 [num_experts, max copies]: rank of the copy
     slots: Tensor  # int64 [num_experts, max copies]: slot of the copy on that rank

@@ -75,7 +75,7 @@ def load_model(
         config: the checkpoint's parsed config.json.
         dtype: data type of the weights in memory.
         device: device of the weights.
-        parallel: this rank's groups.
+        parallel: this rank's tensor and pipeline groups.
         expert_parallel: whether to leave sparse layers without experts. Each layer needs an
             `ExpertShard` later.
         show_progress: whether to show a progress bar of the bytes read on stderr.

@@ -72,7 +72,7 @@ class ForwardContext:
 
     @property
     def reports_by_layer(self) -> bool:
-        """Whether single layers report something in this step: routed experts, or written KV."""
+        """Whether layers individually report routed experts or written KV in this step."""
         return self.routed_experts is not None or self.kv_written is not None
 
     @property

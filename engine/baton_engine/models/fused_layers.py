@@ -20,9 +20,9 @@ from baton_kernels.moe import ExpertList
 
 
 class FusedModel:
-    """The forward of a model, with all layers in one compiled operation.
+    """The forward pass of a model, with all layers in one compiled C++ operation.
 
-    A step in which single layers report routed experts or written KV runs layer by layer.
+    Steps in which layers report routed experts or written KV run layer by layer instead.
     """
 
     def __init__(self, model: CausalLM, layers: DecoderLayers) -> None:
@@ -31,7 +31,7 @@ class FusedModel:
     def __call__(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states that `CausalLM.forward` returns, bit for bit."""
+        """Run the layers. The result is bitwise equal to that of `CausalLM.forward`."""
         context = current_context()
         if context.reports_by_layer:
             return self._model(input_ids, positions, hidden)
@@ -47,12 +47,12 @@ class FusedModel:
 
 
 def fuse_layers(model: Model) -> FusedModel | None:
-    """Return the forward of the model in one compiled operation.
+    """Return the forward pass of the model in one compiled C++ operation.
 
     Returns:
-        The forward. None if the model is split over tensor ranks or is expert-parallel. Also None
-        if a layer is of a subclass of `DecoderLayer`, if C++ cannot read the weights, or for an
-        encoder.
+        The fused model. None for encoders, for tensor-parallel or expert-parallel models, and for
+        models with a subclass of `DecoderLayer`. Also None if the operation cannot read the
+        weights.
     """
     if not isinstance(model, CausalLM):
         return None

@@ -288,7 +288,11 @@ class Model(nn.Module):
         return self.head.logits(hidden)
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """Return a classifier's float32 logits [rows, labels] of vectors [rows, hidden_size]."""
+        """Return a classifier's float32 logits [rows, labels].
+
+        Args:
+            pooled: one vector per prompt, [rows, hidden_size].
+        """
         raise NotImplementedError
 
     def move_constants(self, device: torch.device) -> None:

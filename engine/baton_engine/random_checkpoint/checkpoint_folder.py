@@ -61,12 +61,12 @@ def create_checkpoint(
             the second half of the layers use the window, in other architectures all layers. llama
             has no window.
         dtype: type of the stored weights: float32, bfloat16 or float16.
-        pooling: last, mean or cls writes an embedding model in the form of `sentence-transformers`,
-            such as Qwen3-Embedding: without an output layer, and with normalization. None: a model
-            that generates, or an encoder without these files.
+        pooling: last, mean or cls. Write an embedding model like Qwen3-Embedding: without an output
+            layer, and with the module files of `sentence-transformers`. None: write a generating
+            model, or an encoder without module files.
         classifier: write a model that scores pairs of texts, such as Qwen3-Reranker in the form of
             Qwen3ForSequenceClassification.
-        max_shard_size: bytes per weight file. None: one file without an index.
+        max_shard_size: maximum bytes per weight file. None: one file without an index.
         **sizes: fields of CheckpointShape that replace those of the preset.
 
     Returns:

@@ -28,7 +28,7 @@ from baton_engine.scheduling.step.builder import StepBuilder
 
 
 class BatchAdmission:
-    """Selects the waiting requests that start in a step, in order."""
+    """Selects the waiting requests that start in a step, in the order of the queues."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.kv = state.kv
@@ -45,9 +45,9 @@ class BatchAdmission:
     ) -> LazyDecisions[Admitted | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        A request in the queue `waiting` starts first if it precedes the loaded request in order.
-        While requests are swapped out, only loaded requests start here, because the free blocks
-        are reserved for the swapped requests.
+        An earlier request in the queue `waiting` starts before the loaded request. A loaded request
+        that needs more blocks than are free is preempted. While requests are swapped out, only
+        loaded requests start here, because the free blocks are reserved for the swapped requests.
         """
         while (
             step.budget > 0
@@ -109,7 +109,7 @@ class BatchAdmission:
 
         Returns:
             None if too few blocks are free. Without chunked prefill, also None if the request
-            exceeds the token budget that is left in `step`, and `step` already runs other tokens.
+            exceeds the remaining token budget of `step`, unless `step` is empty.
         """
         sequence, kv = request.sequences[0], self.kv
         cached: list[CachedBlock] = []
@@ -142,7 +142,7 @@ class BatchAdmission:
 
     @property
     def _keep_free(self) -> int:
-        """Number of free blocks that an admission leaves for running requests to grow."""
+        """Number of blocks that an admission must leave free for new tokens of running requests."""
         return self.watermark_blocks if len(self.running) else 0
 
     @property
@@ -162,7 +162,7 @@ class BatchAdmission:
 
         Args:
             request: first request of `waiting_to_load`.
-            keep_for: earlier request that waits to run. Enough blocks for this request stay free.
+            keep_for: earlier request that waits to run. Enough blocks for `keep_for` stay free.
                 None: no earlier request waits.
 
         Returns:

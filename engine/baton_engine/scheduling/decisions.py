@@ -20,7 +20,10 @@ from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishRe
 
 
 class Admitted(NamedTuple):
-    """A waiting or loaded request joins the batch. Enough blocks are free for all its tokens."""
+    """A waiting request, or a request with loaded KV, joins the batch.
+
+    Enough blocks are free for all its tokens.
+    """
 
     request: Request
     #: Leading blocks that are in the prefix cache.
@@ -36,7 +39,10 @@ class WaitsForPrompt(NamedTuple):
 
 
 class LoadStarted(NamedTuple):
-    """A request starts to load the KV of its prompt from a peer. Enough blocks are free."""
+    """A request starts to load the KV of its prompt from a peer.
+
+    Enough blocks are free for all its tokens.
+    """
 
     request: Request
     #: Leading blocks that are in the prefix cache.
@@ -56,7 +62,7 @@ class SwappedOut(NamedTuple):
 
 
 class SwappedIn(NamedTuple):
-    """Swapped requests have device blocks again, and can run from the next step on."""
+    """Swapped requests get device blocks again. They can run from the next step on."""
 
     requests: list[Request]
 
@@ -64,7 +70,8 @@ class SwappedIn(NamedTuple):
 class Queued(NamedTuple):
     """A request's wait has ended, and the request is queued to run.
 
-    The request has waited for remote KV, its grammar, its group's prompt or steps in flight.
+    The request has waited for KV from a peer, for its grammar, for the prompt of its
+    `SampleGroup`, or for its own steps in flight.
     """
 
     request: Request

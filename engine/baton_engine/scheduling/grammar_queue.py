@@ -63,7 +63,8 @@ class GrammarQueue:
     def take_compiled(self) -> LazyDecisions[Finished | Queued]:
         """Remove the requests whose compilation has ended, and yield the decision for each.
 
-        A request ends if its grammar failed or is already complete. Otherwise it is queued.
+        A request ends if the compilation failed, or if its generated tokens violate or complete
+        the grammar. Otherwise, the request is queued.
         """
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
@@ -72,7 +73,7 @@ class GrammarQueue:
                 yield _end_compilation(request, future)
 
     def bitmask(self, grammars: dict[str, Grammar]) -> GrammarOutput | None:
-        """Return bitmasks of the tokens that each grammar allows next, or None without grammars.
+        """Return bitmasks of the next tokens that each grammar allows. None if `grammars` is empty.
 
         Args:
             grammars: grammar by request id.

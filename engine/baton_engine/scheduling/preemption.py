@@ -37,13 +37,14 @@ class Preemptor:
         self.watermark_blocks = state.watermark_blocks
 
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
-        """Return the decision that frees blocks so that the running `request` can continue.
+        """Return the decision that frees blocks because the running `request` needs more.
 
-        The first of these requests that exists is preempted:
+        A request is behind `request` if its `Request.order` is larger. The first of these requests
+        that exists is preempted:
 
-        1. the last running request behind `request` in order
+        1. the last running request behind `request`
         2. the last request behind `request` that has loaded its KV and does not run yet
-        3. `request` itself. A beam search that holds all memory is not preempted, but ends.
+        3. `request` itself. If it is a beam search that holds all memory, it ends instead.
 
         Requests that compute KV for a peer (`Request.produces`) are never preempted.
 
@@ -91,7 +92,7 @@ class Preemptor:
         skipped, because the peer may read their blocks at any time.
 
         Returns:
-            None if all these requests compute KV for a peer.
+            None if `first` and all later requests compute KV for a peer.
         """
         for request in reversed(self.running.in_order):
             if not request.produces:
@@ -123,7 +124,7 @@ class Preemptor:
         return self.mode == "swap"
 
     def _holds_all_memory(self, search: Request) -> bool:
-        """Return whether the search holds all blocks that are not free."""
+        """Return whether the beam search `search` holds all blocks that are not free."""
         own = {block.block_id for beam in search.sequences for block in beam.blocks}
         return len(own) + self.kv.num_free_blocks == self.kv.pool.num_blocks
 

@@ -23,11 +23,11 @@ MIN_PROMPT_TOKENS = 16
 
 @dataclass(slots=True)
 class PromptBudget:
-    """The limit on prompt tokens of an engine's steps, and the rules that adjust the limit.
+    """The limit on the prompt tokens of each step, and the rules that adjust this limit.
 
     Attributes:
-        target_s: target for the time from one step to the next while sequences decode, in seconds.
-            0: no limit.
+        target_s: target for the duration of a step in which sequences decode, in seconds.
+            0: prompt tokens are not limited.
     """
 
     target_s: float
@@ -35,7 +35,7 @@ class PromptBudget:
     _limit: float | None = None
 
     def limit(self, budget: int) -> int:
-        """Return how many tokens of `budget` may be prompt tokens, in a step with decodes."""
+        """Return how many prompt tokens a step with decodes may run, at most `budget`."""
         if not self.target_s or self._limit is None:
             return budget
         return int(min(budget, self._limit))

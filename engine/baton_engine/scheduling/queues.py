@@ -62,7 +62,8 @@ class RequestQueue:
 class WaitingRequests:
     """The queues of requests that wait for remote KV, for memory or for a place in the batch.
 
-    Requests that wait for a grammar, their group's prompt or steps in flight are kept elsewhere.
+    Other classes hold the requests that wait for a grammar, for the prompt of their `SampleGroup`
+    or for their steps in flight.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class RunningRequests:
         return list(self.in_order)
 
     def has_places(self, num_seqs: int) -> bool:
-        """Return whether the batch has places for this many more sequences."""
+        """Return whether the batch has places for `num_seqs` more sequences."""
         return self.num_seqs + num_seqs <= self._max_num_seqs
 
     def add(self, request: Request) -> None:

@@ -66,7 +66,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class WorkerState:
-    """The data of a sequence that the worker already has."""
+    """Records which data of a sequence the worker already has."""
 
     #: Whether the worker has the sequence's tokens and block table.
     is_known: bool = False
@@ -92,8 +92,8 @@ class Report:
 class Request(KVSequence):
     """A request inside the engine: one sequence, or the root of a beam search.
 
-    Each beam of a search is a sequence of its own. In signatures, `sequence` is a request or beam
-    that runs tokens and holds KV blocks. `request` is never a beam.
+    Each beam of a search is a sequence of its own. A parameter `sequence` is a request or beam that
+    runs tokens and holds KV blocks. A parameter `request` is never a beam.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Request(KVSequence):
         """Create a waiting request from the client's message.
 
         Args:
-            ignore_priority: order the request by arrival only (policy `fcfs`).
+            ignore_priority: order requests by arrival only, not by priority (policy `fcfs`).
             root: request of the beam search if this sequence is a beam, else None.
         """
         super().__init__(
@@ -167,7 +167,7 @@ class Request(KVSequence):
 
     @property
     def num_expected_tokens(self) -> int:
-        """Number of prompt and generated tokens, and of tokens that steps in flight will sample."""
+        """Number of prompt and generated tokens, plus tokens that steps in flight will sample."""
         return len(self.token_ids) + self.num_placeholders
 
     @property
@@ -198,9 +198,9 @@ class Request(KVSequence):
 
     @property
     def num_shared_tokens(self) -> int:
-        """Number of prompt tokens whose KV the samples of a group share.
+        """Number of prompt tokens whose KV the requests of a `SampleGroup` share.
 
-        Each sample runs the last prompt token itself, because the token's logits are needed.
+        Each request runs the last prompt token itself, because the token's logits are needed.
         """
         return self.num_prompt_tokens - 1
 
@@ -211,7 +211,7 @@ class Request(KVSequence):
 
     @property
     def consumes(self) -> bool:
-        """Whether the request loads KV blocks from a peer, and the hand-off has not ended."""
+        """Whether the request loads KV blocks from a peer. False after the hand-off has ended."""
         return self.kv_transfer is not None and self.kv_transfer.side is KVSide.CONSUME
 
     @property

@@ -63,7 +63,7 @@ class RequestLifecycle:
         Args:
             step: receives the block copies that shared blocks require.
             cached: leading blocks that are in the prefix cache.
-            source: request whose prompt blocks `request` shares.
+            source: request whose prompt blocks `request` shares, or None.
         """
         sequence, kv = request.sequences[0], self.state.kv
         if source is not None:
@@ -120,18 +120,18 @@ class RequestLifecycle:
         self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def _allocate(self, sequence: Request, num_tokens: int, cached: Sequence[CachedBlock]) -> None:
-        """Allocate the blocks of a sequence that starts with the KV of `cached`."""
+        """Allocate the blocks of a sequence that starts with the KV of the blocks `cached`."""
         allocated = self.state.kv.allocate(sequence, num_tokens, cached)
         assert allocated, "the decision has counted the blocks"
         sequence.num_computed_tokens = len(cached) * self.state.kv.block_size
 
     def _count_lookup(self, request: Request, sequence: Request) -> None:
-        """Count a request's prefix-cache lookup, unless the request has started before."""
+        """Add a prefix-cache lookup to the statistics, unless the request has started before."""
         if not request.started:
             self.state.kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
-        """Count a request's prompt and cached tokens, unless the request has started before."""
+        """Add prompt and cached tokens to the statistics, unless the request has started before."""
         if request.started:  # counted already
             return
         request.started = True

@@ -74,7 +74,7 @@ def check_request(
 
     Args:
         requests: all unfinished requests, by id.
-        transfer_ids: KV transfers that have not ended.
+        transfer_ids: ids of the KV transfers that have not ended.
         num_queued: number of waiting requests.
 
     Raises:

@@ -17,7 +17,7 @@ from baton_protocol.engine_messages import (
 
 
 class RequestOutputs:
-    """Collects outputs with their events, prompt logprobs and routed experts.
+    """Collects outputs for clients, with events, prompt logprobs and routed experts.
 
     No other class writes `Request.report`.
     """
@@ -33,7 +33,7 @@ class RequestOutputs:
         return outputs
 
     def event(self, request: Request, event_type: EngineCoreEventType) -> None:
-        """Record an event for the request's next output."""
+        """Record an event, which the next output of the request carries."""
         request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
     def join_optional_outputs(
@@ -41,7 +41,7 @@ class RequestOutputs:
     ) -> None:
         """Append a step's prompt logprobs and routed experts to the results of earlier steps.
 
-        `emit` adds the result to an output.
+        `emit` adds the collected results to an output.
 
         Args:
             start: first position that the step ran.
@@ -59,7 +59,7 @@ class RequestOutputs:
             request.report.routed_experts.append(experts)
 
     def emit(self, request: Request, output: EngineCoreOutput) -> None:
-        """Collect `output` together with pending events, prompt logprobs and routed experts."""
+        """Add pending events, prompt logprobs and routed experts to `output`, and collect it."""
         report = request.report
         if not report.has_output:
             report.has_output = True

@@ -93,16 +93,16 @@ class Scheduler:
         return self._finish_step(step, changed)
 
     def _fill(self, step: StepBuilder) -> bool:
-        """Fill a step with requests, within token budget, places in the batch and KV memory.
+        """Fill a step with requests, as token budget, places in the batch and KV memory allow.
 
         1. Running requests continue: decodes first, then prompt chunks.
         2. Requests whose KV has been loaded join the batch. They come before swapped requests,
-           because they hold blocks that swapped requests may need.
-        3. Swapped requests get blocks back, to run from the next step on.
+           which may need the blocks that the loaded requests hold.
+        3. Swapped requests get device blocks again. They run from the next step on.
         4. If no request was resumed and none is swapped out, waiting requests join the batch or
            start to load KV.
 
-        If 1 preempts a request, 2 to 4 are skipped.
+        If 1 preempts or swaps out a request, 2 to 4 are skipped.
 
         Returns:
             Whether any request was preempted, swapped out or swapped in.
@@ -161,9 +161,9 @@ class Scheduler:
         return moved
 
     def _decode(self, step: StepBuilder, request: Request, sequences: Sequence[Request]) -> bool:
-        """Run one token of each of `sequences`, or no token if memory stays short.
+        """Run one token of each of `sequences`, or none if preemption cannot free enough memory.
 
-        Requests are preempted until the memory suffices. No sequence runs before there is memory
+        Requests are preempted until there is enough memory. No sequence runs before there is memory
         for all `sequences`, because a beam search is preempted as a whole.
 
         Args:
@@ -224,7 +224,7 @@ class Scheduler:
         """Apply decisions that end or queue requests.
 
         Returns:
-            Whether there was any decision.
+            Whether `decisions` contained any decision.
         """
         found = False
         for decision in decisions:
@@ -298,11 +298,11 @@ class Scheduler:
         return self.state.grammars.bitmask(grammars)
 
     def discard(self, step: SchedulerOutput) -> None:
-        """Undo the tokens of the newest step in flight, so that later steps run these tokens.
+        """Undo the scheduling of tokens in the newest step in flight. Later steps run these tokens.
 
-        Call this if workers did not get the step, or if its tokens failed. The step's other
-        changes, such as block copies, are not undone, and workers must apply them exactly once. If
-        workers did not get the step, send them `step.without_tokens()`.
+        Call this if workers did not get the step, or if they failed to run its tokens. The step's
+        other changes, such as block copies, are not undone. Workers must apply these changes
+        exactly once. If workers did not get the step, send them `step.without_tokens()`.
         """
         self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)
@@ -360,7 +360,7 @@ class Scheduler:
             raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
 
     def forget_refused(self, request_id: str) -> None:
-        """Discard present and future prefill results of a refused request.
+        """Discard stored and later prefill results of a refused request.
 
         A late result must not reach another request with the same id.
         """
@@ -426,7 +426,7 @@ class Scheduler:
             self._lifecycle.compute_again(request)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
-        """Clear the prefix cache. With `reset_running`, call `preempt_all` first."""
+        """Clear the prefix cache. If `reset_running` is set, preempt all requests before."""
         if reset_running:
             self.preempt_all()
         self.state.kv.reset_prefix_cache()

@@ -24,7 +24,7 @@ from baton_protocol.options.config import SchedulerConfig
 
 
 class PauseState(enum.Enum):
-    """The requests that `Scheduler.schedule` may run."""
+    """Pause state of a scheduler: which requests `Scheduler.schedule` may run."""
 
     #: All requests run.
     UNPAUSED = enum.auto()
@@ -53,8 +53,8 @@ class SchedulerState:
 
         Args:
             max_model_len: limit on the prompt plus generated tokens of a request.
-            watermark_blocks: blocks that stay free when a request is admitted or resumed beside
-                running requests.
+            watermark_blocks: number of blocks that must stay free when a request is admitted or
+                resumed while other requests run.
             fail_on_load_error: end a request whose KV load failed. If False, this engine computes
                 the missing blocks.
             num_stages: number of pipeline stages. With more than one, workers get sampled tokens

@@ -28,7 +28,7 @@ class Access:
     def __init__(
         self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create checks for `key`. Without a key, every client is admitted."""
+        """Create an object that checks for `key`. If `key` is None, all clients are admitted."""
         self.key = key
         self.refusals = Counter(
             "baton:access_refused",
@@ -45,7 +45,7 @@ class Access:
 
     @classmethod
     def load(cls, service_key_file: str) -> Access:
-        """Create checks for the key in a file. An empty path admits every client.
+        """Return an object that checks for the key in a file. An empty path admits all clients.
 
         Raises:
             ConfigurationError: the key cannot be read.
@@ -63,7 +63,7 @@ class Access:
         return False
 
     def refused(self, door: Door, count: int = 1) -> None:
-        """Count refused connections to a port. Log at most once per port and LOG_INTERVAL_S."""
+        """Count refusals at a port. Log at most once in LOG_INTERVAL_S for each port."""
         self.refusals.labels(door).inc(count)
         now = self._clock()
         with self._lock:

@@ -61,7 +61,7 @@ class DrainStatus(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class AdminCallPending:
-    """The result of a slow call, which continues after the HTTP response 202."""
+    """Stands for the result of a slow call, which continues after the HTTP response 202."""
 
 
 class EngineAdmin(Protocol):
@@ -75,7 +75,7 @@ class EngineAdmin(Protocol):
         """Return the state of the drain.
 
         Args:
-            start: start the drain first.
+            start: whether to start the drain first.
 
         Raises:
             TimeoutError: the engine's loop does not answer.
@@ -85,7 +85,7 @@ class EngineAdmin(Protocol):
         """Run a utility method with arguments from a URL's query.
 
         Returns:
-            The method's result, or `AdminCallPending` if the call continues.
+            The method's result, or `AdminCallPending` if the call is still running.
 
         Raises:
             ValueError: the arguments are wrong.

@@ -301,7 +301,7 @@ class EngineCoreProc:
         """Return the state of the drain.
 
         Args:
-            start: start the drain first.
+            start: whether to start the drain first.
 
         Raises:
             TimeoutError: the loop does not answer.
@@ -415,7 +415,7 @@ class EngineCoreProc:
             self._suspended_at = time.monotonic()
 
     def _step(self, core: EngineCore) -> bool:
-        """Run a step if there are requests. Return whether to run another step without waiting."""
+        """Run a step if there are requests. Return whether to run the next step at once."""
         if not core.has_requests:
             return False
         self._deliver(core.step_fn())
@@ -425,7 +425,7 @@ class EngineCoreProc:
         """Start the drain, or check whether it is complete.
 
         At the drain timeout, after a second signal, or while the engine is paused, remaining
-        requests end with DRAINING. The gateway continues these requests on other engines.
+        requests end with the error DRAINING. The gateway continues these requests on other engines.
 
         Returns:
             Whether the process may stop.
@@ -463,7 +463,10 @@ class EngineCoreProc:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Record the first failure and send DEAD to all clients. Callable from any thread."""
+        """Record a failure and send DEAD to all clients. Callable from any thread.
+
+        Ignore later failures.
+        """
         if self.state is not State.FAILED:
             self._failure = reason
             self.state = State.FAILED
@@ -557,7 +560,10 @@ class EngineCoreProc:
             self.io.send_outputs(client, EngineCoreOutputs(client_outputs))
 
     def _make_pong(self) -> Pong:
-        """Return a PONG with the engine's load. `EngineIO` sets the sequence number."""
+        """Return a PONG with the engine's state and request counts, without sequence number.
+
+        `EngineIO` sets the sequence number.
+        """
         stats = self._stats
         return Pong(
             sequence=0,
@@ -573,7 +579,7 @@ class EngineCoreProc:
 
 
 def _is_frozen(core: EngineCore, stats: EngineStats) -> bool:
-    """Return whether a pause keeps all requests from running."""
+    """Return whether the engine is paused and none of its requests may run."""
     if core.pause_state is PauseState.PAUSED_NEW:
         return not (stats.num_requests_running or stats.num_requests_swapped)
     return core.pause_state is PauseState.PAUSED_ALL

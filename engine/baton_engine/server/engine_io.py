@@ -157,8 +157,8 @@ class EngineIO:
 
         Args:
             port: 0 selects a free port. The attribute `port` contains the bound port.
-            make_pong: returns a PONG message with the engine's load. The I/O thread sets the
-                sequence number.
+            make_pong: returns a PONG message with the engine's state and request counts. The I/O
+                thread sets the sequence number.
             access: checks whether clients have the service key.
             client_timeout_s: after this time without a message, a client is gone and its requests
                 are aborted.
@@ -446,9 +446,9 @@ class EngineIO:
             self._reply(client, ResponseType.READY, self._ready)
 
     def _has_room(self) -> bool:
-        """Return whether another client can be recorded.
+        """Return whether another client can be added.
 
-        At the limit, forget the client that has been gone longest.
+        At the limit of MAX_CLIENTS, forget the client that has been gone longest, if any is gone.
         """
         if len(self._clients) < MAX_CLIENTS:
             return True

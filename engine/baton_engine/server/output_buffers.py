@@ -67,8 +67,8 @@ class OutputBuffers:
     def _reclaim(self) -> None:
         """Take back sent buffers, oldest first. Stop at the first buffer that ZMQ still reads.
 
-        Buffers for a client that does not read stay lent, and so do later buffers that ZMQ has sent
-        to others. When the number of lent buffers has doubled, the sent ones are dropped.
+        A buffer for a client that does not read keeps all later buffers in `_lent`, even those that
+        ZMQ has sent. When the length of `_lent` has doubled, buffers that ZMQ has sent are dropped.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

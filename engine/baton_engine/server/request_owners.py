@@ -52,7 +52,7 @@ class RequestOwners:
     def _owned_ids(self, abort: Abort) -> list[str]:
         """Return the ids of an ABORT message, without requests that other clients own.
 
-        For a message without ids, return all requests of its client.
+        For a message without ids, return the ids of all requests of its client.
         """
         if abort.request_ids is None:
             return [
@@ -65,7 +65,10 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the `_owned_ids` of all ABORT messages that are still in the input queue."""
+        """Return the request ids of all ABORT messages that are still in the input queue.
+
+        Requests that other clients own are left out.
+        """
         request_ids: list[str] = []
         while True:
             try:
@@ -80,7 +83,7 @@ class RequestOwners:
     ) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
         """Group outputs by client. Outputs of requests without an owner are dropped.
 
-        A request that ends loses its owner.
+        After the last output of a request, forget its owner.
         """
         by_client: dict[bytes, list[EngineCoreOutput]] = {}
         for output in outputs:

@@ -288,13 +288,13 @@ class InputBatch:
         self.token_ids[rows, positions] = token_ids
 
     def append_pending(self, rows: Int64Array, tokens: SampledTokens) -> None:
-        """Append one token to each row, without a wait until the tokens are on the host."""
+        """Append one token to each row, without waiting for the copy of the tokens to the host."""
         self._extend(rows)
         self._pending = tokens
         self._pending_index[rows] = np.arange(len(rows))
 
     def settle(self) -> None:
-        """Write the pending tokens to `token_ids`. Wait until they are on the host."""
+        """Wait until the pending tokens are on the host, and write them to `token_ids`."""
         if self._pending is None:
             return
         token_ids = self._pending.wait()
@@ -304,7 +304,7 @@ class InputBatch:
         self._pending_index[rows] = -1
 
     def _extend(self, rows: Int64Array) -> Int64Array:
-        """Count one more token in each row, and make room for it. Return the tokens' positions."""
+        """Lengthen each row by one token. Return the positions of the new tokens."""
         self.settle()
         ends = self.num_tokens[rows]
         self._make_room(int(ends.max()) + 1)

@@ -104,7 +104,7 @@ class LoadedModel:
             self._forward.model.to("cpu")
 
     def drop(self) -> None:
-        """Drop the weights, wherever they are."""
+        """Drop the weights, on the device or in host memory."""
         self._forward, self._is_on_host = None, False
 
     def restore(self) -> None:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _SamplingRows:
-    """The requests that sample in a step, because their last known token ran. At least one."""
+    """The requests that sample in a step, because their last known token ran. Never empty."""
 
     request_ids: list[str]
     #: Rows of the requests in the input batch.
@@ -178,7 +178,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy the KV blocks that the step evicts to host memory (the offload tier).
+        """Copy to host memory (the offload tier) the KV blocks that the step evicts.
 
         Call this before the step's KV transfers start, because they may overwrite these blocks.
         """
@@ -195,9 +195,9 @@ class ModelRunner:
 
         Args:
             step: the step to run.
-            kv_written: called during the step when the KV of all tokens is written. On a GPU, the
-                call comes when the writes are queued. There is no call with expert parallelism,
-                because a broken group makes the KV invalid. Captured graphs make no call either.
+            kv_written: called during the step when the KV of all tokens is written (on a GPU, when
+                the writes are queued). Not called with expert parallelism, because a broken group
+                makes the KV invalid. Not called if a CUDA graph replays the whole forward.
 
         Raises:
             GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if the
@@ -234,12 +234,12 @@ class ModelRunner:
 
         The output also has the requested logprobs and routed experts.
 
-        This worker appends the sampled tokens to its input batch. Therefore the scheduler sends
-        them only to other pipeline stages. Stages before the last return an empty output.
+        This worker also appends the sampled tokens to its input batch. Pipeline stages before the
+        last return an empty output.
 
-        With asynchronous scheduling on a GPU and one pipeline stage, the output is pending if it
-        contains only tokens and the step has no grammar. The caller can then prepare the next step
-        while the GPU still runs this step.
+        With asynchronous scheduling on a GPU and one pipeline stage, an output that contains only
+        tokens is a `PendingOutput`, unless the step has a grammar. The caller can then prepare the
+        next step while the GPU still runs this step.
         """
         step, self._in_flight = self._in_flight, None
         if step is None:
@@ -341,7 +341,7 @@ class ModelRunner:
     def _sample(
         self, sampling: _SamplingRows, grammar: GrammarOutput | None
     ) -> tuple[SampledTokens, dict[str, TokenLogprobs]]:
-        """Sample with all parameters. Return the tokens, and logprobs by request id."""
+        """Sample with the requests' parameters. Return the tokens, and logprobs by request id."""
         eos_token_ids = self.spec.model_config.eos_token_ids
         bitmask = None if grammar is None else self._expand_bitmask(grammar, sampling.request_ids)
         inputs = self._input_batch.sampling_inputs(sampling.rows)

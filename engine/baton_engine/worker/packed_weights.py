@@ -21,7 +21,7 @@ Prepare = Callable[[Tensor], PackedWeight | QuantizedWeight]
 
 @torch.no_grad()
 def pack_weights(model: Model) -> None:
-    """Pack the weights of all matrix products of a model, in place.
+    """Reorder (pack) the weights of all matrix products of a model for CPU kernels, in place.
 
     Each plain weight is freed after it is packed, except the weight of a tied embedding. Experts of
     an expert-parallel model are packed later, by `ExpertStore`. If weights of the model's dtype

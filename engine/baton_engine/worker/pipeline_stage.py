@@ -19,7 +19,7 @@ class PipelineStage:
         self._pipeline = spec.parallel.pipeline
 
     def receive_hidden(self, num_tokens: int) -> Tensor | None:
-        """Receive hidden states [num_tokens, hidden_size]. The first stage only returns None."""
+        """Receive hidden states [num_tokens, hidden_size]. Return None on the first stage."""
         spec = self._spec
         if spec.parallel.is_first_stage:
             return None
@@ -31,8 +31,8 @@ class PipelineStage:
         """Receive the ids of the experts that the sparse layers of earlier stages chose.
 
         Returns:
-            One tensor [num_tokens, experts per token] per sparse layer. The sparse layers of this
-            stage append to this list.
+            One tensor [num_tokens, experts per token] per sparse layer of earlier stages. The
+            sparse layers of this stage append their own tensors to this list.
         """
         model, first_layer = self._spec.model_config, self._spec.shard.first_layer
         earlier = sum(layer < first_layer for layer in model.sparse_layers)

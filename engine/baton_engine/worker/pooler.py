@@ -74,7 +74,7 @@ class Pooler:
         return dict(zip(ids, vectors, strict=True))
 
     def _pool_parts(self, hidden: Tensor, scheduled: ScheduledRows) -> Tensor:
-        """Return each request's partial result with this step: float32 [requests, hidden_size]."""
+        """Return the requests' partial results after this step: float32 [requests, hidden_size]."""
         if self._config.type is PoolingType.CLS:
             pooled = hidden[to_device(scheduled.first_tokens[:-1], hidden.device)].float()
         else:
@@ -91,7 +91,7 @@ class Pooler:
         return pooled
 
     def _embeddings(self, pooled: Tensor, params: list[PoolingParams]) -> list[bytes]:
-        """Shorten and normalize the vectors [n, hidden_size], and return their bytes."""
+        """Shorten and normalize the vectors as their requests ask. Return each vector's bytes."""
         short = {index: each.dimensions for index, each in enumerate(params) if each.dimensions}
         for index, dimensions in short.items():
             pooled[index, dimensions:] = 0  # so that the norm is that of the shorter vector
@@ -114,5 +114,5 @@ class Pooler:
 
 
 def _as_bytes(vectors: Tensor) -> list[bytes]:
-    """Return the float32 values of each row, little endian."""
+    """Return the bytes of each row as float32, little endian."""
     return [row.tobytes() for row in vectors.cpu().numpy().astype("<f4", copy=False)]

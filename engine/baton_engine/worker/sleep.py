@@ -12,10 +12,10 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 def sleep(runner: ModelRunner, level: int) -> None:
-    """Release memory until `wake_up`.
+    """Release the KV cache and the weights until `wake_up`.
 
-    Both levels release the KV cache. Level 1 also moves the weights of a GPU to host memory.
-    Level 2 drops the weights. All KV is lost, so the scheduler must compute it again.
+    Level 1 moves the weights of a GPU to host memory. Weights on a CPU stay. Level 2 drops the
+    weights. All KV is lost at both levels, so the scheduler must compute the KV again.
 
     Raises:
         ValueError: the level is not 1 or 2.
@@ -43,8 +43,7 @@ def wake_up(runner: ModelRunner, tags: list[str] | None = None) -> None:
     """Restore the weights and an empty KV cache after `sleep`.
 
     Args:
-        runner: the runner that sleeps. The call that restores the last part also captures graphs
-            again.
+        runner: the runner that sleeps. When both parts are restored, graphs are captured again.
         tags: the parts to restore now: "weights", "kv_cache" or both. None restores both.
 
     Raises:

@@ -255,9 +255,9 @@ class Worker:
         self._publish_blocks()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample the last executed step's tokens. Return the tokens and the ended KV transfers.
+        """Sample the tokens of the last executed step. Return them and the ended KV transfers.
 
-        On a GPU the output may be pending, so that the caller can prepare the next step.
+        On a GPU, the result may be a `PendingOutput`, so that the caller can prepare the next step.
         """
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
@@ -301,7 +301,7 @@ class Worker:
         self._expert_generations.commit(nonce)
 
     def drop_generation(self, nonce: str) -> None:
-        """Drop the prepared generation (ranks and expert placement) if it has this nonce."""
+        """Drop the next generation (prepared or in preparation) if it has this nonce."""
         self._expert_generations.drop(nonce)
 
     def leave_generation(self) -> None:
@@ -331,7 +331,9 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Release the memory of the KV cache and the weights until `wake_up`.
 
-        Level 1 moves the weights of a GPU to host memory. Level 2 drops the weights.
+        Level 1 moves the weights of a GPU to host memory. Weights on a CPU stay. Level 2 drops the
+        weights.
+
         The engine core refuses to sleep while other engines use the KV cache or the experts.
 
         Raises:
@@ -353,6 +355,7 @@ class Worker:
 
         Raises:
             ValueError: observability.profiler_dir is not configured.
+            RuntimeError: the profiler is already running.
         """
         self._profiler.start()
 
@@ -373,7 +376,7 @@ class Worker:
         self._leave_groups()
 
     def _publish_blocks(self) -> None:
-        """Let peers load the KV blocks that the current step completes. Idempotent for a step."""
+        """Let peers load the KV blocks that the current step completes, once per step."""
         step, self._unpublished = self._unpublished, None
         if step is not None and self.connector is not None and step.connector.saves:
             self._mark_queued_work()

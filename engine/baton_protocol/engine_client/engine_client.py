@@ -279,8 +279,8 @@ class EngineClient:
     def abandon_requests(self, reason: str) -> None:
         """End all requests in flight with EngineDeadError, and ask the engine to abort them.
 
-        The connection stays open. Use this if the engine makes no progress. When it makes progress
-        again, `ready_epoch` changes.
+        The connection stays open. Use this method if the engine makes no progress. When the engine
+        makes progress again, `ready_epoch` changes.
 
         Args:
             reason: text of the error.
@@ -363,7 +363,7 @@ class EngineClient:
             self._pass_received()
 
     def _pass_received(self) -> None:
-        """Pass the message in `_arriving` to `_on_message`, if a message has arrived."""
+        """Pass the message from the future `_arriving` to `_on_message`, if the future is done."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
             self._on_message(frames)
@@ -399,7 +399,7 @@ class EngineClient:
             self._die(f"{self.address}: cannot connect ({zmq.Event(event['event']).name})")
 
     def _pass_remaining(self) -> None:
-        """Pass the messages that arrived before the connection ended to `_on_message`."""
+        """Pass the messages that are still in the socket's queue to `_on_message`."""
         assert self._socket is not None
         self._pass_received()
         queue: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)

@@ -16,10 +16,10 @@ SUSPECT_AFTER_INTERVALS = 2
 
 
 class HeartbeatMonitor:
-    """Measures how long an engine has sent no message, in intervals that begin with a PING.
+    """Measures for how long an engine has sent no message. Each interval begins with a PING.
 
     An interval adds at most twice `interval_s` to the measured time. If an interval lasts longer,
-    this process itself was stopped or short of CPU, so the excess does not show a dead engine.
+    this process itself was stopped or short of CPU, so time above the limit does not count.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class HeartbeatMonitor:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
     def record_message(self) -> bool:
-        """Record a message from the engine. Return whether `is_suspect` was true before."""
+        """Record a message from the engine. Return the value of `is_suspect` before the message."""
         was_suspect = self.is_suspect
         self._has_received = True
         self.silence_s = 0.0
@@ -80,8 +80,8 @@ class HeartbeatMonitor:
     def num_requests(self, num_unfinished: int) -> int:
         """Return the estimated number of requests at the engine, including those of other clients.
 
-        The estimate is the number in the last PONG, corrected by this client's own requests that
-        began or ended since the PING.
+        The estimate begins with the number in the last PONG. It adds the change in the number of
+        this client's own requests since the corresponding PING.
 
         Args:
             num_unfinished: number of this client's requests in flight.

@@ -20,7 +20,7 @@ class HandshakeFailedError(EngineDeadError):
 
 
 class RequestStream:
-    """Async iterator over the outputs of one request. It ends after the output with `finished`."""
+    """Async iterator over the outputs of one request. The last output has `finished` set."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

@@ -13,7 +13,7 @@ OPTIONS = tuple(options(EngineConfig))
 def problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
     """Yield (path, text) for each field with a value that cannot work.
 
-    The path and the text, joined by a space, are a sentence that names the bounds.
+    The path and the text, joined by a space, form an error message that names the valid values.
     """
     for option in OPTIONS:
         if problem := option.problem(config):

@@ -48,7 +48,7 @@ def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> None:
-    """Add a flag for each option. argparse stores the value under the option's path."""
+    """Add a flag for each option. The result of argparse has the value under the option's path."""
     for option in declared:
         how: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction}
@@ -71,7 +71,7 @@ def at_least(low: int) -> Bound:
 
 
 def choice(*values: str, help: str = "", flag: str = "") -> Option:
-    """Return an option that allows only these values. The default help text lists the values."""
+    """Return an option that allows only `values`. The default help text lists the values."""
     text = f"{', '.join(values[:-1])} or {values[-1]}"
     return Option(help or text, Bound(f"be {text}", values.__contains__), flag)
 

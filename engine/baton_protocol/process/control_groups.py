@@ -13,8 +13,8 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control groups and of their parent groups.
 
     Args:
-        root: folder that contains proc and sys.
-        controller: cpu or memory.
+        root: folder that contains the file systems `proc` and `sys`.
+        controller: name of the cgroup controller, `cpu` or `memory`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -36,7 +36,7 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the memory limit of this process in bytes. None: no limit.
 
-    It is the lowest limit of the process's own control group and all parent groups.
+    The result is the lowest limit of the process's own control group and all parent groups.
     """
     limits = []
     for group in control_groups(root, "memory"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The texts around the reasoning.
+    """The texts around the reasoning in a model's replies.
 
     Args:
         start: precedes the reasoning.

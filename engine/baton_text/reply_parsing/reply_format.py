@@ -79,8 +79,8 @@ class ReplyFormat:
             special_token_id: returns the id of a special token, and None for any other text.
 
         Raises:
-            RequestError: the grammar is too long, or its schemas are nested too deeply. Or the
-                model's calls cannot be told apart from the JSON of response_format.
+            RequestError: the grammar is too long, its schemas are nested too deeply, or the model's
+                calls cannot be told apart from the JSON of response_format.
         """
         tools = request.callable_tools()
         output = None if tools else request.structured_output()
@@ -221,7 +221,7 @@ def _refuse_deep_schemas() -> Iterator[None]:
 
 
 def _checked(grammar: str, request: GenerationRequest) -> StructuredOutput:
-    """Return a StructuredOutput that holds the grammar.
+    """Check the length of `grammar`, and return it as a StructuredOutput.
 
     Raises:
         RequestError: the grammar is too long.

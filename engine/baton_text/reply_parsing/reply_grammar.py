@@ -52,7 +52,7 @@ class ReplyGrammar:
         return self._reasoning is not None and self._budget is not None
 
     def text(self, tool_format: ToolFormat | None) -> str:
-        """Return the grammar of free text. It allows the special tokens of `tool_format`."""
+        """Return a grammar of free text, which also allows the special tokens of `tool_format`."""
         layout = None if tool_format is None else tool_format.layout
         if layout is not None and layout.content:
             return self._grammar(f"{self._literal(layout.content)} TEXT")
@@ -62,7 +62,7 @@ class ReplyGrammar:
         return self._grammar(f"TEXT (({special}) TEXT)*" if special else "TEXT")
 
     def structured(self, output: StructuredOutput, tool_format: ToolFormat) -> str:
-        """Return the grammar of a structured output of any kind but GRAMMAR."""
+        """Return the grammar of a structured output of any kind except GRAMMAR."""
         lines = []
         match output.kind:
             case StructuredOutputKind.JSON:
@@ -89,8 +89,9 @@ class ReplyGrammar:
     ) -> str | None:
         """Return the grammar of a reply with calls, or None if the format has no grammar for it.
 
-        Calls are then complete, and their arguments follow the schema of the tool. Text outside the
-        calls is free. With a `content_schema`, a reply is either calls or JSON of this schema.
+        The grammar makes calls complete, and their arguments follow the schema of the tool. Text
+        outside the calls is free. With a `content_schema`, a reply is either calls or JSON of this
+        schema.
 
         Args:
             tool_format: how the model writes calls.
@@ -134,7 +135,8 @@ class ReplyGrammar:
         Args:
             body: right-hand side of the rule for the text after the reasoning.
             lines: definitions of the rules and terminals in `body`.
-            markers: texts that TEXT must not contain, because the parser reads a call after each.
+            markers: texts that the terminal TEXT must not match, because the parser reads a call
+                after each of them.
         """
         reasoning, prefix = self._reasoning, ""
         excluded = list(markers)
@@ -153,7 +155,7 @@ class ReplyGrammar:
         return "".join([*head, f"TEXT: {text}\n", f"start: {prefix} {body}\n", *lines])
 
     def _thinking(self, end: str) -> str:
-        """Return the rule for the rest of the reasoning and its end."""
+        """Return the rule that matches the rest of the reasoning and its end marker."""
         first, *rest = self._parts(end)
         closing = " ".join([first, *rest])
         if self._budget is None:
@@ -171,7 +173,7 @@ class ReplyGrammar:
         return f"{cut}{whole}thinking: (thinking_cut {first} | thinking_whole) {following}\n"
 
     def _up_to(self, rule: str, text: str, end: str) -> str:
-        """Return the rule that matches the terminal `text` up to and including the first `end`."""
+        """Return a rule named `rule`: the terminal `text` up to and including the first `end`."""
         first, *rest = self._parts(end)
         if first.startswith("<"):
             return f"{rule}: {text} {' '.join([first, *rest])}\n"
@@ -181,7 +183,7 @@ class ReplyGrammar:
         return " ".join(self._parts(text))
 
     def _parts(self, text: str) -> list[str]:
-        """Return a text as terminals of Lark. A grammar must name special tokens by their ids."""
+        """Return Lark terminals that match `text`. Special tokens must be named by their ids."""
         found: list[str] = []
         plain = ""
         for part in re.split(f"({SPECIAL_TEXT.pattern})", text):
@@ -202,9 +204,9 @@ def _json(schema: Any) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """Return a JSON schema without its texts for readers, which are often most of it.
+    """Return a JSON schema without titles, descriptions and comments, which are often most of it.
 
-    A property may have the name of a keyword. Its value is then a schema and no text.
+    A property may be named like one of these keywords. Such a property is kept.
     """
     if isinstance(schema, list):
         return [_without_notes(each) for each in schema]

@@ -33,9 +33,10 @@ class ReplyDelta(msgspec.Struct):
 
 
 class _Text:
-    """The reasoning or the content of the reply, without trailing whitespace.
+    """The reasoning or the content of the reply.
 
-    If `strips_start` is set, leading whitespace is dropped too.
+    Trailing whitespace is held back until more text arrives, or until `add_spaces` is called. If
+    `strips_start` is set, leading whitespace is dropped.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class _Text:
         self._spaces.append(text[len(stripped) :])
 
     def begin_paragraph(self) -> None:
-        """Separate the next text from the text so far."""
+        """Put an empty line between the text so far and the next text."""
         if not self.is_empty:
             self._spaces = ["\n\n"]
             self.strips_start = False
@@ -80,7 +81,7 @@ class ReplyParser:
         is_reasoning: the prompt ends inside the reasoning.
         tool_format: the format of tool calls. None: the reply has none.
         tools: the names of the tools that may be called.
-        is_guaranteed: a grammar makes all calls complete and valid. Their arguments are then
+        is_guaranteed: a grammar makes all calls complete and valid, so their arguments are
             reported as they arrive.
         is_single: the reply keeps only its first call. Later calls are dropped.
     """
@@ -112,16 +113,16 @@ class ReplyParser:
         return self._calls.num_calls
 
     def push(self, text: str) -> ReplyDelta:
-        """Add a piece of text, and return what it adds to the reply."""
+        """Add a piece of text, and return what this piece adds to the reply."""
         self._reader.push(text)
         return self._advance()
 
     def finish(self, *, is_truncated: bool) -> ReplyDelta:
-        """End the text, and return what was held back.
+        """End the text, and return what the text that was held back adds to the reply.
 
         Args:
-            is_truncated: a limit on tokens has ended the text. A call then keeps the arguments
-                that it has so far.
+            is_truncated: a limit on tokens has ended the text. A call that is not complete keeps
+                the arguments that have arrived.
         """
         self._is_truncated = is_truncated
         self._reader.has_ended = True

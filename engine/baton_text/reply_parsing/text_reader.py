@@ -36,7 +36,10 @@ class EndOfTextError(BadSyntaxError):
 
 
 class TextReader:
-    """A position in a text of which more may arrive."""
+    """Reads a text that arrives in pieces.
+
+    A generator method yields while it waits for the next piece.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -57,7 +60,7 @@ class TextReader:
         self._position = 0
 
     def mark(self) -> None:
-        """Record this position for `rewind`."""
+        """Record the current position, to which `rewind` can return."""
         self.forget_mark()
         self._mark = self._position
 
@@ -66,14 +69,14 @@ class TextReader:
         self._mark = None
 
     def rewind(self) -> None:
-        """Return to the position of `mark`."""
+        """Return to the position that `mark` recorded."""
         assert self._mark is not None
         self._text = "".join(self._kept) + self._text[self._mark :]
         self._position = 0
         self.forget_mark()
 
     def need(self) -> Reading[None]:
-        """Wait until there is a next character.
+        """Wait until the next character has arrived.
 
         Raises:
             EndOfTextError: the text has ended.
@@ -203,7 +206,7 @@ class TextReader:
             yield
 
     def read_json_string(self) -> Reading[str]:
-        """Consume a JSON string, and return its value `without_surrogates`.
+        """Consume a JSON string, and return its value with surrogates replaced by U+FFFD.
 
         Raises:
             BadSyntaxError: no valid string follows.
@@ -232,7 +235,7 @@ class TextReader:
 
 
 def without_surrogates(text: str) -> str:
-    """Return the text with U+FFFD in place of each surrogate, which has no UTF-8.
+    """Return the text with each surrogate, which UTF-8 cannot encode, replaced by U+FFFD.
 
     A JSON string may contain half of a surrogate pair as an escape.
     """
@@ -247,9 +250,9 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 @lru_cache(1024)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the first marker. It prefers the longest of several at one place.
+    """Return a pattern that finds the first marker. If several begin there, the longest matches.
 
-    A search with the pattern reads the text once. With one search for each marker, the time would
-    grow with the number of markers in the text times the length of the text.
+    One search with the pattern reads the text once. A separate search for each marker would read
+    the text many times.
     """
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")

@@ -47,7 +47,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 def merge_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Return one delta for each call. The deltas of a call must follow each other."""
+    """Join the deltas of each call to one delta. The deltas of a call must be consecutive."""
     merged = []
     for index, group in itertools.groupby(deltas, attrgetter("index")):
         first, *rest = group
@@ -58,13 +58,13 @@ def merge_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 
 @dataclass
 class Calls:
-    """The calls that a format reports.
+    """Collects the tool calls that a reader of a tool format finds.
 
     A call is held back until it is complete, because an incomplete call may turn out to be text.
     If a grammar guarantees complete calls, their arguments are reported as they arrive.
 
     Args:
-        tools: the names that may be called. A call of another name is text.
+        tools: the names of the tools that may be called. A call of another name is text.
         is_guaranteed: a grammar makes all calls complete and valid.
     """
 
@@ -90,14 +90,14 @@ class Calls:
             self.deltas.append(ToolCallDelta(self.num_calls, name))
 
     def add(self, arguments: str) -> None:
-        """Add text to the arguments of the call."""
+        """Add text to the arguments of the current call."""
         if self.is_guaranteed:
             self.deltas.append(ToolCallDelta(self.num_calls, arguments=arguments))
         else:
             self._arguments.append(arguments)
 
     def end(self, reader: TextReader) -> None:
-        """End the call, and mark the position of `reader`, because text may follow the call.
+        """End the current call, and mark the position after it for `TextReader.rewind`.
 
         Raises:
             BadSyntaxError: no call has begun, or its arguments are not a JSON object.
@@ -108,13 +108,13 @@ class Calls:
         reader.mark()
 
     def cancel(self) -> None:
-        """Drop the call that has begun, unless its start was reported."""
+        """Drop the current call, unless its start was already reported."""
         if self.is_guaranteed and self._name is not None:
             self.num_calls += 1
         self._name = None
 
     def end_truncated(self) -> bool:
-        """End a call that a limit on tokens has cut off. It keeps the arguments so far.
+        """End the current call, which the token limit has cut off, and keep its arguments so far.
 
         Returns:
             Whether a call had begun.
@@ -132,7 +132,7 @@ class Calls:
         self._name = None
 
     def take(self) -> list[ToolCallDelta]:
-        """Return and forget the deltas since the last `take`, joined to one for each call."""
+        """Return and drop the deltas since the last `take`, joined to one delta for each call."""
         taken, self.deltas = self.deltas, []
         return merge_deltas(taken)
 
@@ -239,7 +239,7 @@ def read_hermes(reader: TextReader, calls: Calls) -> Reading[None]:
 
 
 def read_llama3(reader: TextReader, calls: Calls) -> Reading[None]:
-    """Read `{"name": ..., "parameters": {...}}` or several, separated by semicolons."""
+    """Read one or more `{"name": ..., "parameters": {...}}`, separated by semicolons."""
     while True:
         yield from reader.skip_spaces()
         yield from read_call_object(reader, calls)
@@ -249,7 +249,7 @@ def read_llama3(reader: TextReader, calls: Calls) -> Reading[None]:
 
 
 def read_json(reader: TextReader, calls: Calls) -> Reading[None]:
-    """Read one call, or a list of calls."""
+    """Read one call as a JSON object, or a JSON list of calls."""
     if (yield from reader.follows("[")):
         yield from read_call_list(reader, calls)
     else:
@@ -297,7 +297,7 @@ def read_deepseek(reader: TextReader, calls: Calls) -> Reading[None]:
 def read_gptoss(reader: TextReader, calls: Calls) -> Reading[None]:
     """Read `NAME <|constrain|>json<|message|>{...}` after `to=functions.`.
 
-    The channel stands before the name, or between the name and the message.
+    `<|channel|>commentary` stands before the name, or between the name and the message.
     """
     name = yield from reader.read_word(_NAME)
     for part in ("<|channel|>commentary", "<|constrain|>", "json"):
@@ -345,7 +345,7 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
 
 
 def _read_brackets(reader: TextReader) -> Reading[str]:
-    """Return a text in brackets. Strings of Python may contain other brackets."""
+    """Read a text in brackets, and return it. Brackets inside Python strings do not count."""
     text, closing = "", [""]
     quote = ""
     while True:
@@ -377,7 +377,7 @@ def _read_brackets(reader: TextReader) -> Reading[str]:
 
 
 class ToolLayout(msgspec.Struct, frozen=True):
-    """The texts around the calls of a reply, from which its grammar is built.
+    """The texts around the tool calls of a reply, from which the reply's grammar is built.
 
     Args:
         open: begins the calls.

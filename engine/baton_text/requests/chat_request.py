@@ -95,7 +95,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template."""
+        """Variables for the chat template, from `reasoning_effort` and `chat_template_kwargs`."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort == "none":
             variables["enable_thinking"] = False
@@ -110,12 +110,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def requires_tool_call(self) -> bool:
-        """Whether `tool_choice` requires an answer of tool calls, without other content."""
+        """Whether `tool_choice` requires an answer that consists only of tool calls."""
         return self.names_tool or self._tool_mode == "required"
 
     @property
     def names_tool(self) -> bool:
-        """Whether `tool_choice` names the only function to call."""
+        """Whether `tool_choice` names the one function that the answer must call."""
         return isinstance(self.tool_choice, dict) and self.tool_choice["type"] == "function"
 
     @property
@@ -202,7 +202,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
 
 def _check_tool_choice(choice: dict[str, Any], names: set[str]) -> None:
-    """Raise RequestError if `choice` names no tool, or a tool that is not in `names`."""
+    """Raise RequestError unless `choice` names one or more tools, all of them in `names`."""
     named: Any = [choice]
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools")

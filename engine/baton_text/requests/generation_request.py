@@ -93,7 +93,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A condition that ends an answer: the last tokens repeat one pattern `min_count` times."""
+    """Condition that ends an answer: its last tokens repeat one pattern `min_count` times."""
 
     #: Length of the longest pattern to detect, in tokens. Bounds: 1..MAX_PATTERN_SIZE.
     max_pattern_size: int
@@ -218,7 +218,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_options(self) -> int:
-        """Number of entries of long options, over all sequences.
+        """Number of entries of `logit_bias`, `allowed_token_ids` and `bad_words` in all sequences.
 
         Each character of `bad_words` is an entry. The number is 0 if one sequence has at most
         FREE_OPTION_ENTRIES entries.
@@ -242,7 +242,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return False
 
     def requested_max_tokens(self) -> int | None:
-        """Return the limit on generated tokens. None means the context length."""
+        """Return the limit on generated tokens. None: only the context length limits them."""
         return self.max_tokens
 
     def max_tokens_field(self) -> str | None:
@@ -264,7 +264,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.prompt_logprobs
 
     def release_prompt(self) -> None:
-        """Drop the values that only the prompt and its grammar need.
+        """Drop the values that are needed only to build the prompt and the grammar.
 
         Fields of structured outputs keep a placeholder, so `refusal` can still name them.
         """
@@ -342,7 +342,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def _validate_long_options(self) -> None:
-        """Raise RequestError if the long options have too many entries over all sequences."""
+        """Raise RequestError if `num_options` is above its limit."""
         if self.num_options > MAX_OPTION_ENTRIES:
             longest = max(_LONG_OPTIONS, key=self._num_entries)
             raise RequestError(
@@ -477,7 +477,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         The search returns the logprobs of all tokens in one output at its end.
 
         Args:
-            max_tokens: limit on generated tokens, the sum over all prompts.
+            max_tokens: sum of the limits on generated tokens, over all prompts.
 
         Raises:
             RequestError: the beams would have more than MAX_RESPONSE_LOGPROBS logprobs.

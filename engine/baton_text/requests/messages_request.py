@@ -89,9 +89,10 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class _Completion(ChatCompletionRequest, kw_only=True):
-    """A chat completion whose `max_tokens` may be more than the rest of the context.
+    """A chat completion whose `max_tokens` may exceed the part of the context after the prompt.
 
-    Clients of Anthropic's API must send a limit, and many send a large one for each model.
+    Clients of Anthropic's API must send `max_tokens`, and many send the same large value for every
+    model.
     """
 
     def max_tokens_field(self) -> None:
@@ -99,7 +100,7 @@ class _Completion(ChatCompletionRequest, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """The fields that decide the prompt."""
+    """The fields that determine the prompt: the body of /v1/messages/count_tokens."""
 
     #: The conversation. The last message is the user's.
     messages: list[InputMessage]
@@ -233,7 +234,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _user_messages(content: str | list[ContentBlock], where: str) -> list[ChatMessage]:
-    """Convert a user's content to one message for each tool result, and one for the other text."""
+    """Convert a user's content to a message for each tool result, and one for all other text."""
     if isinstance(content, str):
         return [ChatMessage(role="user", content=content)]
     messages: list[ChatMessage] = []

@@ -37,7 +37,7 @@ class PoolingRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Upper bound of the number of prompts. The request must have been validated."""
+        """Upper bound of the number of prompts. Only valid after `validate`."""
         raise NotImplementedError
 
 
@@ -101,10 +101,10 @@ class ScoreRequest(PoolingRequest, kw_only=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The pairs of texts.
+        """The pairs of texts to score. A single first text is paired with every second text.
 
         Raises:
-            RequestError: the numbers of texts differ, and there are several first texts.
+            RequestError: `text_1` has neither one text nor as many texts as `text_2`.
         """
         first, second = (
             [each] if isinstance(each, str) else each for each in (self.text_1, self.text_2)
@@ -121,7 +121,7 @@ class ScoreRequest(PoolingRequest, kw_only=True):
 
 
 class RerankDocument(msgspec.Struct, kw_only=True):
-    """A document of a rerank request as an object."""
+    """A document of a rerank request, given as a JSON object instead of a string."""
 
     #: Text of the document.
     text: str

@@ -90,13 +90,13 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class KeptOutput(msgspec.Struct):
-    """The output items of a kept response, parsed as input items of a request."""
+    """The output items of a stored response, parsed as input items of a request."""
 
     output: list[InputItem]
 
 
 class Earlier(msgspec.Struct):
-    """The conversation that a request continues, and the kept responses to which it refers."""
+    """The conversation that a request continues, and the stored responses that it refers to."""
 
     #: The messages of the conversation so far, without instructions.
     messages: list[ChatMessage] = []
@@ -188,7 +188,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             )
 
     def referenced_ids(self) -> list[str]:
-        """Return the ids of the kept items to which the input refers.
+        """Return the ids of the items of stored responses to which the input refers.
 
         Raises:
             RequestError: an item_reference has no id, or two references have the same id.
@@ -208,7 +208,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
         Args:
             earlier: the JSON of `Earlier`. Empty: the request continues no conversation and refers
-                to no kept item.
+                to no item of a stored response.
 
         Raises:
             RequestError: a field is invalid or cannot be converted. `param` names the field.
@@ -238,15 +238,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return request
 
     def input_messages(self, kept: Mapping[str, InputItem] = {}) -> list[ChatMessage]:
-        """Convert the items to messages.
+        """Convert the items of the input to chat messages.
 
-        A function call is added to the assistant's message before it, if there is one.
+        A function call is added to the preceding message if that is the assistant's.
 
         Args:
-            kept: the items of `referenced_ids`, by their ids.
+            kept: items of stored responses, by the ids that `referenced_ids` returned.
 
         Raises:
-            RequestError: an item is invalid or not kept. `param` names the field.
+            RequestError: an item is invalid, or not in `kept`. `param` names the field.
         """
         if isinstance(self.input, str):
             return [ChatMessage(role="user", content=self.input)] if self.input else []
@@ -278,7 +278,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 def _add_item(messages: list[ChatMessage], item: InputItem, where: str) -> None:
-    """Add an item to the messages.
+    """Append an input item to the messages, or add it to the last message.
 
     Raises:
         RequestError: the item is invalid. `param` names the field.
@@ -331,7 +331,7 @@ def _text(
     """Return a text, or the joined texts of parts.
 
     Raises:
-        RequestError: the field is missing, or a part has another type than `types`.
+        RequestError: the field is missing, a part's type is not in `types`, or a part has no text.
     """
     if content is None:
         raise RequestError(f"{where} is required", param=where)
@@ -358,7 +358,7 @@ def _chat_tool(tool: ResponseTool, where: str) -> dict[str, Any]:
 
 
 def _chat_tool_choice(choice: Any) -> Any:
-    """Convert a `tool_choice` to the form of chat completions, which nest the function's name."""
+    """Convert a `tool_choice` of /v1/responses to the form of chat completions."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "allowed_tools":

@@ -42,7 +42,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     def given(self) -> list[str]:
         """Return the names of the fields that are set.
 
-        False counts as unset, except in `json`, where it is a schema.
+        False counts as unset, except in `json`, where False is a schema.
         """
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return [
@@ -78,9 +78,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
 
 
 def _check_length(kind: StructuredOutputKind, length: int) -> None:
-    """Raise ValueError if a specification is too long to be parsed or converted.
+    """Raise ValueError if a specification is too long.
 
-    `StructuredOutput.validate` checks the final text, but only after that work.
+    `StructuredOutput.validate` checks the length again, but only after the specification has been
+    parsed and converted.
     """
     if length > MAX_SPEC_LENGTH:
         raise ValueError(f"{kind.value} must have at most {MAX_SPEC_LENGTH} characters")
@@ -122,10 +123,11 @@ def check_bad_words(words: list[str]) -> None:
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
     """Return the token sequences that must not be generated.
 
-    Each bad word has a sequence for the start of a text and, if it differs, one for after a space.
+    Each bad word has one sequence for the start of a text. If its tokens after a space are
+    different, the bad word also has a sequence for that place.
 
     Raises:
-        ValueError: there are too many words, or a word is empty or too long.
+        ValueError: there are too many words or characters, or a word is empty.
     """
     check_bad_words(words)
     sequences: list[list[int]] = []

@@ -109,7 +109,7 @@ class StopDelta(msgspec.Struct, kw_only=True):
 
 
 class MessageDelta(msgspec.Struct, kw_only=True):
-    """The event after the last block."""
+    """The event after the last content block of a stream."""
 
     #: Why the message ended.
     delta: StopDelta

@@ -74,7 +74,7 @@ class CalledFunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ChatToolCall(msgspec.Struct, kw_only=True):
-    """A tool call of a response, or what a chunk adds to one."""
+    """A tool call of a response, or the part of a tool call that a chunk adds."""
 
     #: Number of the call in the message. Only in chunks.
     index: int | UnsetType = UNSET
@@ -117,7 +117,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ModelResponse(msgspec.Struct, kw_only=True):
-    """The fields with which every response and chunk of a model begins."""
+    """The first fields of every response and chunk with a model's output."""
 
     #: Id of the request, the same in all chunks.
     id: str
@@ -195,7 +195,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(ModelResponse, kw_only=True):
-    """The response of a completion, or a chunk of a streamed response. Both have these fields."""
+    """The response of a completion, or a chunk of a streamed one, which has the same fields."""
 
     #: The answers. A chunk has one choice, or none if it has `usage`.
     choices: list[CompletionChoice]

@@ -103,7 +103,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """An event of a stream. Its type decides which of the fields it has."""
+    """An event of a streamed response. The event's type determines which fields are set."""
 
     #: Such as response.output_text.delta.
     type: str

@@ -46,7 +46,7 @@ class Admission:
         self.is_closed = False
 
     def check_open(self) -> None:
-        """Raise APIError (503) if the gateway accepts no more requests."""
+        """Raise APIError (503) if the gateway accepts no requests because it shuts down."""
         if self.is_closed:
             raise unavailable(
                 "This gateway is shutting down; retry, another one will answer.", code="draining"
@@ -57,10 +57,10 @@ class Admission:
         """Count a request in flight, and reserve one sequence, until the `with` block ends.
 
         Args:
-            client: as in `reserve`.
+            client: as for `reserve`.
 
         Raises:
-            APIError: as `reserve`.
+            APIError: as for `reserve`.
         """
         self._num_requests += 1
         self._idle.clear()
@@ -78,15 +78,15 @@ class Admission:
     def reserve(self, client: str | None) -> Iterator[Reservation]:
         """Reserve one sequence until the `with` block ends.
 
-        Call it before the body is read, so that the limits count clients that send slowly.
+        Call this method before the body is read, so that the limits also count requests whose
+        bodies arrive slowly.
 
         Args:
-            client: name of the client, whose own limit applies too; None: only the limit of the
-                gateway applies.
+            client: name of the client. None: only the limit of the whole gateway applies.
 
         Raises:
             APIError: 429, because the sequences in flight leave no room, or 503, because the
-                gateway accepts no more requests.
+                gateway shuts down.
         """
         self.check_open()
         reservation = Reservation(self, client)
@@ -101,13 +101,12 @@ class Admission:
 
         Args:
             num_sequences: sequences of the request.
-            num_options: entries of the request's long options.
-            client: name of the client, whose own limit applies too; None: only the limit of the
-                gateway applies.
+            num_options: `GenerationRequest.num_options` of the request.
+            client: name of the client. None: only the limits of the whole gateway apply.
 
         Raises:
-            APIError: 400 if the request has more sequences than a limit, 429 if the sequences in
-                flight leave too little room.
+            APIError: 400 if the request alone has more sequences than a limit, 429 if the requests
+                in flight leave too little room.
         """
         client_limit = None if client is None else self._client_limit
         limit = self._limit if client_limit is None else min(self._limit, client_limit)
@@ -169,7 +168,7 @@ class Admission:
 
 
 class Reservation:
-    """The sequences and long options that the limits count for one request."""
+    """The sequences and `num_options` that count for one request in the limits of `Admission`."""
 
     def __init__(self, admission: Admission, client: str | None) -> None:
         self._admission = admission
@@ -182,11 +181,11 @@ class Reservation:
 
         Args:
             num_sequences: sequences of the request.
-            num_options: entries of its long options, over all sequences.
+            num_options: `GenerationRequest.num_options` of the request.
 
         Raises:
-            APIError: 400 if the request has more sequences than a limit, 429 if the sequences in
-                flight leave too little room. The reservation is then released.
+            APIError: 400 if the request alone has more sequences than a limit, 429 if the requests
+                in flight leave too little room. In both cases, the reservation is released.
         """
         self.release()
         self._admission._acquire(num_sequences, num_options, self._client)

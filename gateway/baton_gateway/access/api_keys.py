@@ -51,7 +51,7 @@ class ApiKeys:
         self._refresh()
 
     def refresh(self) -> None:
-        """Read the folder again. If the folder cannot be read, the keys read before stay valid."""
+        """Read the folder again. If the folder cannot be read, the previous keys stay valid."""
         try:
             self._refresh()
             self._failure = ""
@@ -70,10 +70,11 @@ class ApiKeys:
         Args:
             authorization: all values of the header Authorization.
             api_key: all values of the header X-Api-Key, in which clients of Anthropic's API send
-                the key. They are ignored if the request has Authorization.
+                the key. This header is ignored if the request has Authorization.
 
         Raises:
-            APIError: 401 unless the header has one value with a valid key.
+            APIError: 401, because neither header is present, or because the header has several
+                values or no valid key.
         """
         scheme, key = "Bearer", ""
         if values := authorization:

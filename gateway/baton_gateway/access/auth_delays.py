@@ -18,10 +18,10 @@ MAX_ADDRESSES = 4096
 
 
 class AuthDelays:
-    """Delays of 401 responses, by address.
+    """Delays of 401 responses to client addresses that get many of them.
 
-    Requests with a valid key are not delayed, because all clients behind one proxy have the proxy's
-    address, and one of them may guess keys.
+    Requests with a valid key are not delayed. All clients behind one proxy have the proxy's
+    address, even if only one of them guesses keys.
 
     Args:
         clock: returns the time in seconds.
@@ -33,7 +33,7 @@ class AuthDelays:
         self._forgotten_at: OrderedDict[str, float] = OrderedDict()
 
     def record(self, address: str | None) -> float:
-        """Record a refusal of `address`. Return the delay of its response in seconds."""
+        """Record a 401 response to `address`. Return by how many seconds to delay the response."""
         now, key = self._clock(), _network(address or "")
         forgotten_at = max(now, self._forgotten_at.pop(key, now)) + REFILL_S
         is_delayed = forgotten_at - now > BURST * REFILL_S

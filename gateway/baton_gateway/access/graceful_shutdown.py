@@ -23,14 +23,14 @@ FAIL_S = 2.0
 
 
 class OpenRequests(Protocol):
-    """Requests of one component that wait or run."""
+    """The waiting or running requests of one component of the gateway."""
 
     def fail_all(self) -> None:
         """End all requests with an error."""
 
 
 class GracefulShutdown:
-    """The two phases of a shutdown: wait until clients have left, then drain.
+    """The two phases of a shutdown: wait until clients send no new requests, then drain.
 
     In the first phase, the gateway serves requests, but /ready returns 503. Every response closes
     its connection, so that the client's next request goes to another gateway.
@@ -39,7 +39,8 @@ class GracefulShutdown:
     Args:
         admission: counts the requests in flight.
         requests: the requests that fail if they still run at the end of the second phase.
-        quiet_s: the first phase ends after this many seconds without a new request.
+        quiet_s: the first phase ends when there was no new request for this many seconds, and no
+            request is in flight.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class GracefulShutdown:
             self._last_arrival = asyncio.get_running_loop().time()
 
     async def close_connection(self, _: web.Request, response: web.StreamResponse) -> None:
-        """Make `response` close its connection, if the graceful shutdown has begun.
+        """Make the server close the connection after `response`, if the shutdown has begun.
 
         aiohttp calls this method before it sends the headers.
         """
@@ -66,7 +67,7 @@ class GracefulShutdown:
             response.force_close()
 
     def end(self) -> None:
-        """End the current and the later phases now. Requests that still run fail."""
+        """End the current phase and any later phase now. Requests that still run fail."""
         self._end.set()
 
     async def wait_quiet(self, timeout_s: float) -> None:
@@ -92,7 +93,7 @@ class GracefulShutdown:
         await self._admission.wait_idle(FAIL_S)
 
     async def _quiet(self, timeout_s: float) -> bool:
-        """Wait until the gateway is quiet. Return False if `timeout_s` passes first."""
+        """Wait for the end of the first phase. Return False if `timeout_s` passes first."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
@@ -106,7 +107,7 @@ class GracefulShutdown:
         return True
 
     async def _unless_ended(self, wait: Coroutine[Any, Any, bool]) -> bool:
-        """Return the result of `wait`. Return False as soon as `end` is called."""
+        """Return the result of `wait`, or return False as soon as `end` is called."""
         task, end = asyncio.create_task(wait), asyncio.create_task(self._end.wait())
         await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
         task.cancel()

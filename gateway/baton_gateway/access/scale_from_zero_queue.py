@@ -32,7 +32,7 @@ class ScaleFromZeroQueue:
     """Holds requests until a decode engine is available.
 
     Args:
-        hold_s: longest time for which a request waits; 0: the service is never scaled to zero.
+        hold_s: longest time for which a request waits; 0: the queue is not enabled.
         queue_wait_s: longest wait for the gateway's first decode engine if `hold_s` is 0.
         limit: maximum number of requests that wait at the same time.
     """
@@ -55,20 +55,20 @@ class ScaleFromZeroQueue:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether requests wait each time no decode engine is available.
+        """Whether requests wait whenever no decode engine is available.
 
-        If False, requests wait only for the gateway's first decode engine.
+        If False, requests wait only until the gateway has had its first decode engine.
         """
         return self._hold_s > 0
 
     async def wait(self, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Wait until a decode engine is available.
 
-        If the queue is not enabled, requests wait only for the gateway's first decode engine. If
-        the service is scaled to zero by hand, requests are refused, even without a queue.
+        If the queue is not enabled, requests wait only until the gateway has had its first decode
+        engine. If the service is scaled to zero by hand, requests are refused at once.
 
         Args:
-            keep_alive: called every KEEP_ALIVE_S during the wait, unless it is None.
+            keep_alive: called every KEEP_ALIVE_S during the wait. None: not called.
 
         Raises:
             APIError: 503, because no engine started in time, the queue is full, or the service is

@@ -58,9 +58,9 @@ class GenerationEndpoint(Generic[Body]):
 
     Args:
         api: the API of the endpoint.
-        services: the parts that all endpoints use.
-        builder: builds the jobs of requests.
-        generator: runs jobs.
+        services: the objects that all endpoints share.
+        builder: converts requests to jobs, which are ready to run.
+        generator: runs jobs on the engines.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class GenerationEndpoint(Generic[Body]):
 
         Args:
             http: the request.
-            reservation: this method resizes it to the sequences of the request.
-            stream: this method opens it if the request asks for a stream.
+            reservation: resized by this method to the sequences of the request.
+            stream: opened by this method if the request asks for a stream.
 
         Raises:
             APIError, RequestError: the request failed, before or after `stream` was opened.
@@ -128,9 +128,9 @@ class GenerationEndpoint(Generic[Body]):
     async def _read(
         self, http: web.Request, charge: BodyCharge
     ) -> tuple[Body, GenerationBody, int]:
-        """Return the parsed body, the request that a job can run, and a size in bytes.
+        """Return the parsed body, the request converted for a job, and the size in bytes.
 
-        The size is that of the body and of the stored messages that the request continues.
+        The size includes the body and the stored messages that the request continues.
 
         Raises:
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
@@ -149,7 +149,7 @@ class GenerationEndpoint(Generic[Body]):
         return body, request, size
 
     def _start(self, body: Body, job: Job, client: str | None) -> GenerationWriter[Body]:
-        """Return the writer of the response, and release what a running job does not need."""
+        """Return the writer of the response, and drop values that the running job does not need."""
         writer = self._api.writer(body, job, client)
         body.release_prompt()
         job.request.release_prompt()
@@ -221,7 +221,7 @@ class GenerationEndpoint(Generic[Body]):
 async def _end_failed(
     http: web.Request, stream: EventStream, failure: RequestError | APIError
 ) -> web.StreamResponse:
-    """End an open stream with the event of a failure, and return its response."""
+    """Send `failure` as the last event of an open stream, and return the stream's response."""
     error = bad_request(failure) if isinstance(failure, RequestError) else failure
     http[FINAL_STATUS] = error.status
     with suppress(ConnectionError):
@@ -230,10 +230,10 @@ async def _end_failed(
 
 
 def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
-    """Return the data-parallel rank that the header or the body requests; None if neither does.
+    """Return the data-parallel rank that the headers or the body request; None if neither do.
 
     Raises:
-        RequestError: the header is not a number, or contradicts the body.
+        RequestError: the header's value is not a number, or differs from the body's.
     """
     text = http.headers.get(DATA_PARALLEL_RANK)
     if text is None:

@@ -49,7 +49,7 @@ _Job = TypeVar("_Job", bound=PoolingJob)
 
 
 class PoolingEndpoints:
-    """The endpoints that pool prompts."""
+    """The endpoints of pooling models: embeddings, score and rerank."""
 
     def __init__(
         self, services: RequestServices, builder: PoolingJobBuilder, runner: PoolingRunner
@@ -87,8 +87,7 @@ class PoolingEndpoints:
 
         Args:
             kind: type of the body.
-            build: returns the job of a body. Its other arguments are the size of the body in bytes
-                and the client.
+            build: returns the job. The arguments are the body, its size in bytes and the client.
             respond: returns the response to a body, after the job has run.
 
         Raises:

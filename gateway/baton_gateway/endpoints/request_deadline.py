@@ -11,10 +11,10 @@ from baton_gateway.errors import timed_out
 
 
 class RequestDeadline:
-    """The deadline of one request. The time starts when this object is created.
+    """The deadline of one request. The timeout starts when this object is created.
 
     Args:
-        timeout_s: longest time to the end of the response. 0: no limit.
+        timeout_s: longest time until the end of the response. 0: no limit.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -27,7 +27,7 @@ class RequestDeadline:
 
     @asynccontextmanager
     async def enforced(self) -> AsyncGenerator[None, None]:
-        """Run the `with` block until the deadline.
+        """Run the `with` block, and cancel it at the deadline.
 
         Raises:
             APIError: the deadline has passed.
@@ -40,7 +40,7 @@ class RequestDeadline:
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None, None]:
-        """Run the `with` block without counting its time."""
+        """Run the `with` block, and then move the deadline by the time that the block took."""
         started = asyncio.get_running_loop().time()
         try:
             yield

@@ -23,7 +23,7 @@ _Body = TypeVar("_Body", bound=Checked)
 
 
 class RequestServices:
-    """The shared parts of the endpoints of one gateway.
+    """The objects that all endpoints of one gateway share.
 
     Args:
         config: limits and timeouts.
@@ -62,8 +62,8 @@ class RequestServices:
         """Return the parsed body, and its number of bytes.
 
         Raises:
-            APIError, RequestError: the body is invalid or does not arrive in time, or names another
-                model.
+            APIError, RequestError: the content type is not JSON, or the body is invalid, does not
+                arrive in time or names another model.
         """
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
@@ -78,9 +78,9 @@ class RequestServices:
     async def send(
         self, http: web.Request, body: bytes, left_s: float = math.inf
     ) -> web.StreamResponse:
-        """Return the response with the JSON `body`.
+        """Send the JSON `body`, and return the response.
 
-        A large response counts in the budget `bodies` until the client has read it.
+        A large response counts in the budget `bodies` until the client has read the response.
 
         Args:
             http: the request.

@@ -16,7 +16,7 @@ from baton_text.responses.openai import ModelCard, ModelList, Version
 
 
 class StatusEndpoints:
-    """The endpoints of both ports about the service and its model."""
+    """The endpoints about the service and its model, on the clients' and the metrics port."""
 
     def __init__(self, services: RequestServices, shutdown: GracefulShutdown) -> None:
         self._services = services
@@ -68,7 +68,7 @@ class StatusEndpoints:
 
         The status is 503 until a decode engine has been ready, and during shutdown. A service may
         run without engines if the scale-from-zero queue is enabled, or if the service is scaled to
-        zero by hand. Its gateway returns 200 from the start.
+        zero by hand. In both cases, the gateway returns 200 from the start.
 
         The status stays 200 when all engines are lost, so that the Service keeps this gateway as
         an endpoint. Clients then wait in the queue or get 503 with Retry-After. Without an

@@ -16,8 +16,8 @@ from baton_text.responses.responses_api import DeletedResponse
 class StoredResponses:
     """The endpoints of stored responses. A client can read and delete only its own responses.
 
-    A GET counts as one sequence in the limits of `admission`. Its response counts in the budget of
-    bodies until it is sent.
+    A GET counts as one sequence in the limits of `admission`. Its response counts in the byte
+    budget `services.bodies` until the response is sent.
     """
 
     def __init__(self, services: RequestServices, store: ResponseStore) -> None:

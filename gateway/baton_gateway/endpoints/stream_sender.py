@@ -23,11 +23,11 @@ class StreamSender:
     """Sends the events of one streamed response.
 
     Call `begin`, then `send_output` for each output, then `end`. Each of these methods raises
-    ConnectionError if the client has disconnected, or does not read.
+    ConnectionError if the client has disconnected, or does not read the events.
 
     Args:
         writer: converts the outputs of the job to events.
-        stream: the stream of the response.
+        stream: the stream that carries the events to the client.
     """
 
     def __init__(self, writer: GenerationWriter[Any], stream: EventStream) -> None:
@@ -69,7 +69,7 @@ class StreamSender:
         await self._stream.end(self._writer.LAST_EVENT)
 
     def _encode(self, events: list[msgspec.Struct]) -> list[tuple[bytes, str]]:
-        """Return each event as JSON, and its name."""
+        """Return (JSON, event name) for each event."""
         return [(msgspec.json.encode(event), self._writer.name(event)) for event in events]
 
     async def _send(self, events: list[tuple[bytes, str]]) -> None:

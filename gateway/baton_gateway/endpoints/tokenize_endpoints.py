@@ -31,7 +31,7 @@ _Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest, CountTokensRe
 
 
 class TokenizeEndpoints:
-    """The endpoints that convert text and tokens."""
+    """The endpoints that convert text to tokens or tokens to text, and that count tokens."""
 
     def __init__(self, services: RequestServices, tokenizer: Tokenizer) -> None:
         self._services = services
@@ -89,7 +89,7 @@ class TokenizeEndpoints:
         bounds: TextBounds,
         size: int,
     ) -> str:
-        """Return the text to tokenize; empty for a DetokenizeRequest, which has tokens."""
+        """Return the text to tokenize; empty for a DetokenizeRequest, which has tokens instead."""
         if isinstance(request, DetokenizeRequest):
             return ""
         if isinstance(request, CountTokensRequest):
@@ -116,7 +116,7 @@ class TokenizeEndpoints:
     def _tokenize(
         self, request: TokenizeRequest, text: str, bounds: TextBounds, max_model_len: int | None
     ) -> TokenizeResponse:
-        """Return the token ids of the request's prompt or messages, as generation would use them.
+        """Return the response with the token ids of the request's prompt or messages.
 
         Raises:
             RequestError: the prompt or the messages are too long.

@@ -35,15 +35,15 @@ PIECE_BYTES = 2**16
 
 
 class BodyBudget:
-    """The budget of bytes of all bodies whose prompts are not yet tokenized.
+    """Limit on the total bytes of bodies with prompts not yet tokenized, and of large responses.
 
-    When MAX_TOTAL_BODY_BYTES is reached, the client with the most bytes loses its largest request,
-    which is refused with 503. Without API keys, each request counts as a client of its own. So
-    small requests are served even while many large requests arrive.
+    When MAX_TOTAL_BODY_BYTES is exceeded, the largest request of the client with the most bytes is
+    refused with 503. Without API keys, each request counts as a separate client. So small requests
+    are served even while many large requests arrive.
 
     Args:
-        client_limit: maximum number of bodies of one client that are being read. Clients are
-            distinguished by their API keys. Without a key, there is no limit.
+        client_limit: maximum number of bodies of one client that are read at the same time. Clients
+            are distinguished by their API keys. Without API keys, there is no such limit.
     """
 
     def __init__(self, metrics: GatewayMetrics, *, client_limit: int) -> None:
@@ -91,9 +91,9 @@ class BodyBudget:
             raise _exhausted()
 
     def add_response(self, charge: BodyCharge, num_bytes: int) -> None:
-        """Add a finished response to `charge`, which has no other bytes.
+        """Add a finished response to `charge`, which must be empty.
 
-        This call refuses no request because of the response, but later calls count the response.
+        This call refuses no request because of the response. Later calls count the response.
         """
         self._make_room()
         self._count(charge, num_bytes)
@@ -159,7 +159,7 @@ class BodyCharge:
         self.timeout = asyncio.timeout(None)
 
     def add(self, num_bytes: int) -> None:
-        """Charge bytes that the request takes besides its body.
+        """Charge memory, in bytes, that the request takes in addition to its body.
 
         Raises:
             APIError: 503, because the budget is exhausted and this request was refused.
@@ -178,9 +178,9 @@ class BodyCharge:
             timeout_s: longest time for the whole body, however large it is.
 
         Raises:
-            APIError: 408 if the body does not arrive in time, 413 if it is too large, 429 if the
-                client sends too many bodies at once, 503 if the budget is exhausted, 400 if the
-                body contradicts its headers.
+            APIError: 400 if the body contradicts its headers. 408 if the body does not arrive in
+                time. 413 if the body is too large. 429 if the client sends too many bodies at once.
+                503 if the budget is exhausted.
         """
         if (http.content_length or 0) > MAX_BODY_BYTES:
             raise _too_large()

@@ -64,8 +64,9 @@ class Connections:
     """The open connections of one port.
 
     Args:
-        limit: maximum number of connections. A further connection closes the connection that has
-            waited longest for a request. If no connection waits, the new connection is closed.
+        limit: maximum number of connections. At the limit, a new connection closes the
+            connection that has waited longest for a request. If none waits, the new connection is
+            closed.
     """
 
     def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
@@ -125,7 +126,7 @@ class Connections:
             self._waiting[connection] = asyncio.get_running_loop().time() + timeout_s
 
     def on_large_head(self, connection: ClientConnection) -> None:
-        """Close a connection whose requests have too large heads."""
+        """Close a connection because the heads of its requests are too large."""
         if connection in self._open:
             self._close(connection, "large_head")
 
@@ -167,10 +168,11 @@ def response_headers(request: web.BaseRequest) -> dict[str, str]:
 
 
 class ClientConnection(web.RequestHandler):
-    """A client's connection, which `connections` counts. It also responds to invalid HTTP.
+    """A client's connection. It is counted in `connections`, and responds to invalid HTTP.
 
-    Malformed HTTP has no known path, so its error has OpenAI's shape. Other errors have the shape
-    of the path's API. Neither response nor log quotes the request, which may contain an API key.
+    The path of malformed HTTP is unknown, so the error has OpenAI's shape. Other errors have the
+    shape of the path's API. Neither response nor log quotes the request, which may contain an API
+    key.
     """
 
     __slots__ = ("_connections", "_cors", "_head_bytes", "_payload")
@@ -229,8 +231,8 @@ class ClientConnection(web.RequestHandler):
     def request_received(self, *, is_compressed: bool) -> None:
         """Record that the head of a request is complete.
 
-        After a response, aiohttp reads and decompresses the rest of the body. It does not read the
-        rest of a compressed body, which may expand to gigabytes.
+        After a response, aiohttp would read and decompress the rest of the body. This method turns
+        that off for a compressed body, which may expand to gigabytes.
         """
         self._lingering_time = 0.0 if is_compressed else LINGER_S
         self._connections.on_request(self)
@@ -252,7 +254,7 @@ class ClientConnection(web.RequestHandler):
         """Log a failure of this connection, without a traceback if the request's body is invalid.
 
         aiohttp reads the rest of an invalid body after the response, and logs the failure again.
-        Any client could fill the log with these tracebacks.
+        With tracebacks, any client could fill the log.
         """
         if isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
             logger.info("the rest of an invalid request body was discarded after the response")
@@ -299,7 +301,7 @@ def allow_eviction(request: web.BaseRequest) -> None:
 
 
 def _num_bytes(payload: StreamReader) -> int:
-    """Return the number of bytes of a body that have arrived, before they are decompressed."""
+    """Return the number of bytes of a body that have arrived, counted before decompression."""
     return 0 if payload is EMPTY_PAYLOAD else payload.total_raw_bytes
 
 
@@ -308,10 +310,10 @@ asyncio.sslproto.SSLProtocol.max_size = MAX_READ_BYTES
 
 
 class TLSHandshake(asyncio.Protocol):
-    """Counts a connection, runs its TLS handshake, and then hands the connection over.
+    """Counts a connection, runs its TLS handshake, and then makes `connection` its protocol.
 
-    asyncio's own TLS servers call `connection_made` only after the handshake. Connections in a
-    handshake would then not be counted.
+    asyncio's own TLS servers call `connection_made` only after the handshake. With them,
+    connections in a handshake would not be counted.
     """
 
     def __init__(
@@ -363,10 +365,10 @@ def raise_descriptor_limit() -> None:
 
 
 def bounded_by_resources(num_connections: int, share: int) -> int:
-    """Return `num_connections`, or the number that the process's resources allow.
+    """Return `num_connections`, or fewer if the process's resources do not suffice.
 
-    The connections use at most the limit of file descriptors divided by `share`, and the memory
-    limit of the container divided by `share`.
+    The connections may use at most 1 / `share` of the limit of file descriptors, and 1 / `share` of
+    the container's memory limit.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = [num_connections]
@@ -380,7 +382,8 @@ def bounded_by_resources(num_connections: int, share: int) -> int:
 def connection_limit(max_connections: int, max_concurrent_requests: int) -> int:
     """Return the maximum number of clients' connections.
 
-    It is `max_connections`, or lower if they would need more than half of the process's resources.
+    The result is `max_connections`, or fewer if so many connections would need more than half of
+    the process's file descriptors or memory.
     """
     limit = bounded_by_resources(max_connections, 2)
     if limit < max_connections:

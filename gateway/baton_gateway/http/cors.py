@@ -33,7 +33,7 @@ class CORS:
         self._origins = frozenset(allowed_origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """Return the CORS headers for a response to `request`. Empty if CORS is off."""
+        """Return the CORS headers for a response to `request`; none if CORS is off."""
         if not self._origins:
             return {}
         headers: dict[str, str] = {}
@@ -48,14 +48,14 @@ class CORS:
         return headers
 
     async def set_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Set the CORS headers of `response`. aiohttp calls this before it sends the headers."""
+        """Set the CORS headers of `response`, as a handler of aiohttp's `on_response_prepare`."""
         response.headers.update(self.headers(request))
 
     @web.middleware
     async def middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a preflight of an allowed origin. Pass other requests to `handler`."""
+        """Answer a preflight of an allowed origin. Pass all other requests to `handler`."""
         is_preflight = (
             request.method == hdrs.METH_OPTIONS
             and hdrs.ORIGIN in request.headers

@@ -24,8 +24,8 @@ class EventStream:
     """A response of server-sent events, which starts when `open` is called.
 
     Args:
-        client_timeout_s: time for a client to read an event. A client that takes longer is
-            disconnected. Events that fit into the connection's buffer have no timeout.
+        client_timeout_s: time in seconds in which the client must read an event. A slower client
+            is disconnected. Events that fit into the connection's buffer have no timeout.
     """
 
     def __init__(self, http: web.Request, *, client_timeout_s: float) -> None:
@@ -54,8 +54,8 @@ class EventStream:
     async def keep_alive(self) -> None:
         """Send a comment, so that proxies keep the connection open.
 
-        If the client has disconnected, this method raises nothing, because aiohttp then cancels
-        the handler of the request.
+        If the client has disconnected, no error is raised, because aiohttp cancels the request's
+        handler in that case.
         """
         with contextlib.suppress(ConnectionError):
             response = await self.open()
@@ -69,7 +69,7 @@ class EventStream:
             name: name of the event, or an empty string if it has no name.
 
         Raises:
-            ConnectionError: the client has disconnected, or does not read.
+            ConnectionError: the client has disconnected, or did not read the event in time.
         """
         response = self._response if self._response is not None else await self.open()
         head = b"event: %b\n" % name.encode() if name else b""
@@ -87,7 +87,7 @@ class EventStream:
             name: name of the event, or an empty string if it has no name.
 
         Raises:
-            ConnectionError: the client has disconnected, or does not read.
+            ConnectionError: the client has disconnected, or did not read the events in time.
         """
         if last:
             await self.send(last, name)
@@ -95,18 +95,18 @@ class EventStream:
         await self._bounded(response.write_eof(), self._client_timeout_s)
 
     async def fail(self, body: bytes, name: str) -> None:
-        """Send the JSON error `body` as the last event `name`, and end the response.
+        """Send the JSON error `body` as a last event named `name`, and end the response.
 
         Raises:
-            ConnectionError: the client has disconnected, or does not read.
+            ConnectionError: the client has disconnected, or did not read the error in time.
         """
         await self._bounded(self.end(body, name), ERROR_TIMEOUT_S)
 
     async def _bounded(self, write: Awaitable[None], timeout_s: float) -> None:
-        """Await `write`, and disconnect a client that does not read for `timeout_s`.
+        """Await `write`. If this takes more than `timeout_s`, disconnect the client.
 
         Raises:
-            ConnectionError: the client has disconnected, or does not read.
+            ConnectionError: the client has disconnected, or was disconnected by this method.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -40,7 +40,7 @@ async def listen(
         port: port to bind; 0: any free port.
         context: the TLS context; None for HTTP without TLS.
         connections: counts and limits the connections.
-        cors: sets the CORS headers of responses to invalid HTTP.
+        cors: sets the CORS headers of the error responses to invalid HTTP.
 
     Raises:
         OSError: the port is in use.
@@ -75,7 +75,8 @@ async def listen(
 def normalize_path(message: RawRequestMessage) -> RawRequestMessage:
     """Replace repeated slashes in the path by one slash, and drop a slash at the end.
 
-    Routes, API keys and metrics then have one path per endpoint, and a POST needs no redirect.
+    Routing, authentication and metrics then use one path per endpoint, and no request needs a
+    redirect.
     """
     path = message.url.raw_path
     normalized = _SLASHES.sub("/", path)
@@ -89,7 +90,8 @@ def normalize_path(message: RawRequestMessage) -> RawRequestMessage:
 def ignore_expectation(message: RawRequestMessage) -> RawRequestMessage:
     """Drop an Expect header with a value other than 100-continue, as RFC 9110 allows.
 
-    aiohttp would refuse the request before any middleware, with a body of its own.
+    Otherwise aiohttp would refuse the request before the middlewares run. The response would not
+    have the API's error format.
     """
     if message.headers.get(hdrs.EXPECT, _CONTINUE).lower() == _CONTINUE:
         return message

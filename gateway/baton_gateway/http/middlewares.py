@@ -40,7 +40,7 @@ class RequestCounter:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Call `handler`, and count the request when it has ended or was cancelled."""
+        """Call `handler`. Count the request after the handler has returned or was cancelled."""
         status = CLIENT_CLOSED_REQUEST
         try:
             response = await handler(request)
@@ -79,11 +79,11 @@ async def convert_errors(request: web.Request, handler: _Handler) -> web.StreamR
 
 
 class Authentication:
-    """Requires an API key, except for the probes of load balancers.
+    """Requires an API key for each request, except for the health checks of load balancers.
 
     Args:
         keys: authenticates clients; None if clients need no API key.
-        shutdown: waits until clients send no more requests.
+        shutdown: the graceful shutdown, which waits until no more requests arrive.
     """
 
     def __init__(self, keys: ApiKeys | None, shutdown: GracefulShutdown) -> None:
@@ -115,7 +115,7 @@ class Authentication:
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the headers that every response has. aiohttp calls this before it sends the headers."""
+    """Set the headers of every response, as a handler of aiohttp's `on_response_prepare`."""
     response.headers.update(response_headers(request))
 
 

@@ -75,12 +75,13 @@ async def parse_body(
 ) -> _Request:
     """Return the request of type `kind` that the JSON `body` contains.
 
-    Fields that `kind` does not have are ignored and recorded in `unknown`. The memory of the values
-    is charged before they are parsed, because short values take 30 times the bytes of their JSON.
+    Fields that `kind` does not have are ignored and recorded in `unknown`. Before parsing, the
+    memory of the parsed values is added to `charge`. Short values take 30 times the memory of their
+    JSON.
 
     Raises:
         RequestError: the body is invalid or has too many values.
-        APIError: 503, because the budget is exhausted and this request was refused.
+        APIError: 503, the memory budget for bodies is exhausted, and this request was refused.
     """
 
     def count() -> int:
@@ -101,7 +102,8 @@ async def parse_body(
 def bound_values(body: bytes) -> int:
     """Return an upper bound of the number of JSON values in `body`.
 
-    Punctuation in strings does not count, except after MAX_SKIPPED_STRINGS strings.
+    The bound is the number of opening brackets, commas and colons. Those in the first
+    MAX_SKIPPED_STRINGS strings are not counted.
     """
     values = start = 0
     for _ in range(MAX_SKIPPED_STRINGS):

@@ -34,7 +34,7 @@ def request_id(request: web.BaseRequest) -> str:
 async def log_request_id(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Call `handler`. Log lines of the handler and of its tasks contain the request's id."""
+    """Call `handler`, and add the request's id to the log lines of the handler and its tasks."""
     token = _current.set(request_id(request))
     try:
         return await handler(request)

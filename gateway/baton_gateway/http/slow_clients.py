@@ -34,7 +34,7 @@ def has_unread_bytes(http: web.Request) -> bool:
 def fits_into_buffer(http: web.Request, num_bytes: int) -> bool:
     """Return whether an event of `num_bytes` fits into the connection's buffer.
 
-    If it does, sending it does not wait for the client.
+    If the event fits, sending it does not wait for the client.
     """
     if http.transport is None or http.protocol.writing_paused:
         return False
@@ -62,8 +62,8 @@ def abort_if_unread(
 ) -> None:
     """Close the connection if too many outputs wait for a client that does not read.
 
-    If the client has read all bytes that were sent, the gateway is slow and not the client. The
-    connection then stays open.
+    The connection stays open if the client has read all bytes that were sent. In that case, the
+    gateway is slow, and not the client.
 
     Args:
         http: the request.
@@ -83,8 +83,8 @@ async def send_json(
     """Return the response with the JSON `body`.
 
     A large response is sent before this function returns, so that the request counts as in flight
-    until the client has read the response. A client that has not read it within `timeout_s` is
-    disconnected.
+    until the client has read the response. A client that has not read a large response within
+    `timeout_s` is disconnected.
 
     Args:
         charge: counts the bytes of a large response. None if the bytes of `body` are already

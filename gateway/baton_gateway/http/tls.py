@@ -20,11 +20,12 @@ class ServerCertificate:
     """A TLS context with the newest valid certificate of a folder.
 
     Args:
-        folder: has the files tls.crt and tls.key in PEM format.
+        folder: the folder of the files tls.crt and tls.key, in PEM format.
 
     Raises:
         OSError: the folder has no certificate.
-        ssl.SSLError: the private key does not belong to the certificate. This is an OSError too.
+        ssl.SSLError: a file is invalid, or the private key does not belong to the certificate.
+            SSLError is a subclass of OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +36,7 @@ class ServerCertificate:
         self._failure = ""
 
     def refresh(self) -> None:
-        """Load the folder's certificate if it has changed, for new connections.
+        """Load the folder's certificate if it has changed. New connections then use it.
 
         If the new certificate is invalid, the previous certificate stays in use.
         """

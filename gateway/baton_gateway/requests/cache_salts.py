@@ -21,8 +21,8 @@ class CacheSalts:
 
     Args:
         access: which clients share cached blocks.
-        service_key: all gateways with this key compute the same salts, which contain no name of a
-            client.
+        service_key: key with which client names are hashed. All gateways with the same key compute
+            the same salts. None: the hash has an empty key.
     """
 
     def __init__(self, access: AccessConfig, service_key: ServiceKey | None) -> None:
@@ -35,7 +35,7 @@ class CacheSalts:
 
         Args:
             client: name of the client; None if clients need no API key.
-            requested: the salt that the request names, or an empty string.
+            requested: the request's own `cache_salt`, or an empty string if it has none.
         """
         if client is None or self._is_shared or requested in self._shared_salts:
             return requested

@@ -75,8 +75,8 @@ class Generator:
 
         Args:
             job: the request's job.
-            on_output: called after every output with the number of outputs not yet yielded, and of
-                their log-probabilities.
+            on_output: called after every output with two numbers: outputs not yet yielded, and
+                log-probabilities in these outputs.
 
         Raises:
             APIError: one sequence failed. The other sequences are aborted.
@@ -109,7 +109,7 @@ class Generator:
         queue: OutputQueue,
         on_output: Callable[[int, int], None],
     ) -> None:
-        """Run one sequence, and put its texts into `queue`, then its end or its failure."""
+        """Run one sequence. Put its texts into `queue`, and at last its end or its failure."""
         try:
             timer = TokenTimer(self._metrics, job.started)
             needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
@@ -145,7 +145,7 @@ class Generator:
 async def sequence_tasks(
     work: Iterable[tuple[Sequence, Coroutine[Any, Any, _Result]]],
 ) -> AsyncIterator[list[asyncio.Task[_Result]]]:
-    """Run a coroutine for each sequence. At the end of the `with` block, cancel those that run."""
+    """Run a task for each sequence. At the end of the `with` block, cancel unfinished tasks."""
     tasks: list[asyncio.Task[_Result]] = []
     num_tokens = 0
     try:

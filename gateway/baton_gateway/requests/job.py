@@ -40,9 +40,9 @@ class PromptJob:
     Args:
         token_ids: token ids of the prompt.
         runs: one run for each sample; with best_of, for each candidate. A beam search is one run.
-        logprobs: log-probabilities of the prompt's tokens; empty if not requested, or if all runs
-            have them.
-        logprobs_known: set when `logprobs` is complete.
+        logprobs: log-probabilities of the prompt's tokens. Empty if not requested, before they
+            arrive, and after all runs have received them.
+        logprobs_known: set when the engine has sent `logprobs`.
     """
 
     token_ids: list[int]
@@ -83,8 +83,8 @@ class Job:
         created: Unix time of the request, in seconds.
         started: monotonic time at which the request arrived, in seconds.
         prompts: the prompts in the order of the body.
-        num_streamed_tokens: generated tokens in the chunks of a streamed response so far. The
-            engine's outputs may be ahead of the chunks.
+        num_streamed_tokens: number of generated tokens in the chunks of a streamed response so
+            far. The engine may already have generated more tokens.
     """
 
     id: str
@@ -127,7 +127,7 @@ class Job:
     def best_choices(self) -> list[Choice]:
         """Return the choices of the response, and set the index of each choice.
 
-        All choices must have ended. With best_of, the choices of the response are the candidates
+        All choices must have ended. With best_of, the response has the candidates of each prompt
         with the highest mean log-probability, the best first.
         """
         best: list[Choice] = []
@@ -146,7 +146,8 @@ class Job:
     def usage(self) -> Usage:
         """Return the token counts of the request.
 
-        Each prompt counts once. Every sample counts, including candidates that best_of drops.
+        The tokens of a prompt count once, for any number of samples. The tokens of every sample
+        count, including candidates that best_of drops.
         """
         usage = self._usage(sum(choice.processor.num_tokens for choice in self.choices))
         cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
@@ -156,7 +157,7 @@ class Job:
         return usage
 
     def streamed_usage(self) -> Usage:
-        """Return the token counts of the chunks so far, in constant time."""
+        """Return the token counts of a streamed response's chunks so far, in constant time."""
         return self._usage(self.num_streamed_tokens)
 
     def _usage(self, completion_tokens: int) -> Usage:

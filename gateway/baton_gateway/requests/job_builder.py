@@ -94,7 +94,8 @@ class JobBuilder:
         Raises:
             RequestError: the messages cannot be rendered, an option is invalid, or a limit of this
                 server is exceeded.
-            APIError: a prompt does not fit the model.
+            APIError: the model has another task, a prompt does not fit the model, or rendering the
+                messages takes too long.
         """
         check_task(self._pool.task, Task.GENERATE)
         self._check_rank(request.data_parallel_rank)
@@ -222,10 +223,10 @@ class JobBuilder:
     def _structures(
         self, request: CompletionRequest, prompts: list[list[int]]
     ) -> list[StructuredOutput | None]:
-        """Return the grammar that enforces `thinking_budget` after each prompt.
+        """Return for each prompt the grammar that enforces `thinking_budget` in the reply.
 
         The grammar depends only on whether the prompt ends inside the reasoning. Without
-        `thinking_budget`, the result is None for each prompt.
+        `thinking_budget`, the result has None for each prompt.
         """
         if request.thinking_budget is None:
             return [None] * len(prompts)
@@ -243,7 +244,8 @@ class JobBuilder:
     def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
         """Return the sampling parameters for each max_tokens in `lengths`.
 
-        Prompts with equal max_tokens share one object, because the lists of options may be long.
+        Prompts with equal max_tokens share one object, because options such as logit_bias may be
+        long.
 
         Raises:
             RequestError: an option is invalid.
@@ -316,7 +318,7 @@ class JobBuilder:
 
 
 def check_priority(priority: int | None, access: AccessConfig) -> None:
-    """Raise RequestError if clients may not send this priority."""
+    """Raise RequestError if clients may not send this priority. None is always allowed."""
     lowest = access.min_priority
     if priority is not None and priority < lowest:
         raise RequestError(

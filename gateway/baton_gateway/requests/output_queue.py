@@ -28,8 +28,8 @@ _PROMPT_LOGPROBS = msgspec.msgpack.Decoder(PromptLogprobs | None)
 class CollectedOutput:
     """Joins outputs of one choice into one output.
 
-    The parts are kept in a compact form. In a TextOutput, each token takes 0.5 KB, and its
-    log-probabilities take up to 2 KB.
+    The outputs are stored in a compact form, because each token in a TextOutput takes 0.5 KB, and
+    its log-probabilities take up to 2 KB.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class CollectedOutput:
         self._tool_calls: list[ToolCallDelta] = []
 
     def add(self, output: TextOutput) -> None:
-        """Add an output. Remove the prompt logprobs from `output`."""
+        """Append `output`, and set its `prompt_logprobs` to None."""
         self.num_outputs += 1
         self._last = output
         self._text.write(output.text)
@@ -63,10 +63,10 @@ class CollectedOutput:
             self._tool_calls += output.reply.tool_calls
 
     def continues_with(self, output: TextOutput) -> bool:
-        """Return whether `output` may be joined to the outputs so far, for an event of a stream.
+        """Return whether one event of a stream may contain `output` and the outputs so far.
 
-        False if the event would be too long, or would change the order of reasoning, text and tool
-        calls.
+        False if the event would be too long, or if joining would change the order of reasoning,
+        text and tool calls.
         """
         if len(self._token_ids) + len(output.token_ids) > MAX_JOINED_TOKENS:
             return False
@@ -93,10 +93,10 @@ class CollectedOutput:
 
 
 class OutputQueue:
-    """The outputs and failures of one job that its endpoint has not yet taken.
+    """Queue of one job's outputs and failures, from which the request's HTTP handler reads.
 
-    While a client reads slowly, the outputs of each choice are joined, so that they take little
-    memory and the client receives few, longer events.
+    While a client reads slowly, the outputs of each choice are joined, so that they take less
+    memory and the client receives fewer, longer events.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class OutputQueue:
         joined.add(output)
 
     def end_sequence(self) -> None:
-        """Add the end of one sequence."""
+        """Record that one sequence has ended. For this record, `get` returns None."""
         self._events.append(None)
         self._arrived.set()
 
@@ -136,7 +136,7 @@ class OutputQueue:
         self._arrived.set()
 
     async def get(self) -> tuple[Choice, TextOutput] | None:
-        """Wait for the next event, and return its output, or None if a sequence has ended.
+        """Wait for the next output, and return it with its choice; None if a sequence has ended.
 
         Raises:
             Exception: the failure of a sequence.

@@ -51,8 +51,8 @@ class PoolingJob:
         id: id of the request in the response.
         created: Unix time of the request, in seconds.
         sequences: one for each prompt.
-        vectors: the result of each sequence, as float32, little endian. Empty until the job has
-            run.
+        vectors: the result of each sequence, as bytes of little-endian float32 values. Empty until
+            the job has run.
     """
 
     id: str
@@ -75,11 +75,12 @@ class PoolingJob:
 class PairJob(PoolingJob):
     """A job that scores pairs of texts.
 
-    A classifier's prompt is a pair. An embedding model's prompt is one text of a pair.
+    With a classifier, each prompt contains both texts of a pair. With an embedding model, each
+    prompt is a single text.
 
     Args:
-        embedded: for each pair, the indices of its two texts in `sequences`. None if each prompt is
-            a pair.
+        embedded: for each pair, the indices of its two texts in `sequences`. None if each prompt
+            contains a pair.
     """
 
     embedded: list[tuple[int, int]] | None = None
@@ -97,7 +98,7 @@ _Prompt = tuple[list[int], PoolingParams]
 
 
 class PoolingJobBuilder:
-    """Builds jobs: tokenizes the prompts and checks their lengths."""
+    """Builds the jobs of pooling requests: tokenizes the prompts and checks their lengths."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class PoolingJobBuilder:
     ) -> PoolingJob:
         """Return the job of a request for embeddings, with one sequence for each prompt.
 
-        A decode engine must have been available.
+        Call this only after a decode engine has been available.
 
         Args:
             request: the body.
@@ -146,7 +147,8 @@ class PoolingJobBuilder:
     ) -> PairJob:
         """Return the job of a request for scores of pairs of texts.
 
-        A classifier has one sequence for each pair, and an embedding model one for each text.
+        With a classifier, the job has one sequence for each pair. With an embedding model, it has
+        one for each distinct text.
 
         Args:
             request: the body.
@@ -154,7 +156,7 @@ class PoolingJobBuilder:
             client: name of the client; None if clients need no API key.
 
         Raises:
-            APIError, RequestError: as `embedding_job`.
+            APIError, RequestError: in the same cases as `embedding_job`.
         """
         check_task(self._pool.task, Task.EMBED, Task.CLASSIFY)
         bounds, pair_format = self._bounds(), self._pool.pair_format

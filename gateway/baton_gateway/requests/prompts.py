@@ -64,7 +64,7 @@ class PromptBounds:
 
         Args:
             at_least: lower bound of the prompt's number of tokens.
-            field: field of the request, which the error names.
+            field: field of the request, for the error message.
 
         Raises:
             APIError: the prompt does not fit the model.
@@ -75,7 +75,10 @@ class PromptBounds:
         self.check_server_limit(at_least, field)
 
     def check_server_limit(self, at_least: int, field: str) -> None:
-        """Raise RequestError if a prompt of `at_least` tokens is above this server's limit."""
+        """Raise RequestError if a prompt is longer than this server's limit.
+
+        `at_least` is a lower bound of the prompt's number of tokens.
+        """
         if self.max_prompt_tokens is not None and at_least > self.max_prompt_tokens:
             raise RequestError(
                 f"this server accepts prompts of at most {self.max_prompt_tokens} tokens, "
@@ -89,7 +92,7 @@ class PromptBounds:
 class TextBounds:
     """Limit on the number of tokens of a text to tokenize or detokenize.
 
-    The limit is higher than that of a prompt. Clients tokenize texts that are too long for a
+    The limit is higher than the limit of a prompt. Clients tokenize texts that are too long for a
     prompt, in order to shorten them.
     """
 
@@ -104,7 +107,7 @@ class TextBounds:
         return _max_characters(self.max_tokens, self.prompt)
 
     def check(self, at_least: int, field: str) -> None:
-        """Raise RequestError if a text is too long. `at_least` is a lower bound of its tokens."""
+        """Raise RequestError if a text of `at_least` tokens or more is too long."""
         if at_least > self.max_tokens:
             raise RequestError(
                 f"{field} may have at most {self.max_tokens} tokens, which is {TEXT_FACTOR} times "
@@ -117,8 +120,8 @@ class TextBounds:
 class PromptReader:
     """Renders and tokenizes prompts.
 
-    Methods that are not coroutines may be called from any thread. The bounds limit how long a call
-    takes.
+    Methods that are not coroutines may be called from any thread. The limits on the length of texts
+    also limit the duration of a call.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -139,8 +142,8 @@ class PromptReader:
         Args:
             messages: the conversation.
             variables: further variables of the template; None: no further variables.
-            bounds: limit on the tokens of the prompt. Before rendering, messages are refused if
-                their number or their characters need more tokens.
+            bounds: limit on the tokens of the prompt. Messages are refused before rendering if
+                they are too many, or have too many characters, for this limit.
             add_generation_prompt: end the prompt with the start of an assistant's message.
             size: bytes of the request's body.
             tools: tools that the answer may call; None: no tools.
@@ -148,9 +151,9 @@ class PromptReader:
         Raises:
             RequestError: the model has no chat template, the template refuses the messages, or a
                 variable has the name of a field of the request.
-            APIError, RequestError: the messages cannot fit into the allowed tokens.
-            APIError: the templates of other requests take too long, or the template's process
-                takes too long or ends unexpectedly.
+            APIError, RequestError: the messages exceed `bounds`.
+            APIError: 503, rendering takes too long, including the wait for other requests, or the
+                process that renders the template ends unexpectedly.
         """
         variables = variables or {}
         if reserved := {"messages", "add_generation_prompt", "tools"} & variables.keys():
@@ -201,10 +204,10 @@ class PromptReader:
         *,
         add_special_tokens: bool,
     ) -> list[int]:
-        """Tokenize a text, or check token ids. Return the token ids of the prompt.
+        """Return the token ids of `prompt`: tokenize a text, or check given token ids.
 
         Raises:
-            APIError, RequestError: as `encode`.
+            APIError, RequestError: `encode` refuses the text.
             RequestError: an id is not in the vocabulary.
         """
         if isinstance(prompt, str):
@@ -215,7 +218,7 @@ class PromptReader:
     def encode(
         self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool
     ) -> list[int]:
-        """Return the token ids of `text`. The caller must check the number of tokens.
+        """Return the token ids of `text`. The caller must compare their number with `bounds`.
 
         Raises:
             APIError, RequestError: a quick check shows that the text exceeds `bounds`.
@@ -236,13 +239,15 @@ class PromptReader:
         fields: tuple[str, str],
         bounds: PromptBounds,
     ) -> PairPrompt:
-        """Return the prompt of two texts. The caller must check the number of tokens.
+        """Return the prompt that contains both texts of `pair`.
+
+        The caller must compare its number of tokens with `bounds`.
 
         Args:
-            fields: names of the fields of both texts, for errors.
+            fields: for each text, the field of the request, for error messages.
 
         Raises:
-            APIError, RequestError: as `encode`.
+            APIError, RequestError: in the same cases as `encode`.
         """
         try:
             for text, field in zip(pair, fields, strict=True):
@@ -265,8 +270,9 @@ class PromptReader:
     def _check_text(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
         """Raise an error if a quick check shows that `text` exceeds `bounds`.
 
-        A long text is tokenized piece by piece, until the pieces have more than twice the allowed
-        tokens. The factor is a margin, because a cut between two pieces may add a few tokens.
+        A long text is tokenized in pieces. The text is refused as soon as the pieces have more than
+        twice the allowed tokens. The factor 2 is a margin, because a cut between two pieces may add
+        a few tokens.
         """
         bounds.check(self._tokenizer.fewest_tokens(len(text)), field)
         if len(text) > bounds.max_characters:
@@ -287,7 +293,7 @@ class PromptReader:
 
 
 def _max_characters(max_tokens: int, prompt: PromptBounds) -> int:
-    """Return the maximum length of a text that may have `max_tokens` tokens.
+    """Return the maximum number of characters of a text with at most `max_tokens` tokens.
 
     The limit bounds the memory of the tokenizer, and grows with the context length of the model.
     """
@@ -298,7 +304,7 @@ def _max_characters(max_tokens: int, prompt: PromptBounds) -> int:
 
 
 def _num_characters(messages: list[ChatMessage]) -> int:
-    """Return the number of characters of the texts of all messages."""
+    """Return the total number of characters in the texts of the messages."""
     return sum(
         len(message.content or "")
         if not isinstance(message.content, list)

@@ -35,13 +35,13 @@ MAX_REFERENCES = 1024
 
 
 def new_item_id(prefix: str, response_id: str, index: int) -> str:
-    """Return the id of an item of a response. It contains the id of the response."""
+    """Return an id for an item of a response, which contains the response's id."""
     return f"{prefix}_{response_id.removeprefix('resp_')}_{index}"
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and its conversation, as JSON, because objects take many times the memory.
+    """A response and its conversation in JSON, which takes much less memory than objects.
 
     Args:
         response: the response.
@@ -62,7 +62,8 @@ class ResponseStore:
     If clients need no API key, all of them count as one client with the name None.
 
     Args:
-        max_bytes: limit on the bytes of all conversations.
+        max_bytes: limit on the bytes of all conversations. A container with little memory has a
+            lower limit.
     """
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
@@ -87,7 +88,7 @@ class ResponseStore:
         messages: Sequence[ChatMessage | msgspec.Raw],
         client: str | None,
     ) -> None:
-        """Keep a response, unless it is too long."""
+        """Store a response, unless it is too long. Delete old responses to keep the limits."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         limit = self._max_bytes if client is None else self._max_bytes // CLIENT_SHARE
         if stored.size > min(limit, MAX_CONVERSATION_BYTES):
@@ -103,7 +104,7 @@ class ResponseStore:
                 self._forget(next(iter(self._stored)))
 
     def get(self, response_id: str, client: str | None) -> bytes:
-        """Return the JSON of a response of this client.
+        """Return the JSON of the response with this id, if it belongs to `client`.
 
         Raises:
             APIError: 404, the response is not stored.
@@ -111,7 +112,7 @@ class ResponseStore:
         return self._find(response_id, client, 404).response
 
     def delete(self, response_id: str, client: str | None) -> None:
-        """Delete a response of this client.
+        """Delete the response with this id, if it belongs to `client`.
 
         Raises:
             APIError: 404, the response is not stored.
@@ -123,9 +124,9 @@ class ResponseStore:
     def earlier(
         self, previous_id: str | None, item_ids: Collection[str], client: str | None
     ) -> bytes:
-        """Return the stored messages and responses to which a request refers, as JSON of `Earlier`.
+        """Return the stored messages and responses to which a request refers.
 
-        The result is empty if the request refers to none.
+        The result is the JSON of a struct `Earlier`, or empty if the request refers to nothing.
 
         Args:
             previous_id: id of the response to continue. None if the request continues no response.
@@ -133,8 +134,8 @@ class ResponseStore:
             client: name of the client.
 
         Raises:
-            APIError: 400, because a response is not stored, there are too many items, or their
-                responses have too many bytes.
+            APIError: 400, a response is not stored, there are too many items, or the responses of
+                the items have too many bytes.
         """
         if len(item_ids) > MAX_REFERENCES:
             raise APIError(

@@ -17,15 +17,15 @@ ROLES = ("prefill", "decode")
 class Discovery(abc.ABC):
     @abc.abstractmethod
     def watch(self) -> AsyncGenerator[list[EngineEndpoint], None]:
-        """Yield all current endpoints when the iteration begins, and again after every change.
+        """Yield the list of all current endpoints, first at the start and then after every change.
 
-        The generator never ends. It logs transient failures and retries.
+        The generator never ends. It logs transient failures, and then retries.
         """
 
     @property
     def is_scaled_to_zero(self) -> bool:
-        """Whether no decode engine starts until the service is scaled up by hand.
+        """Whether the service is scaled to zero by hand, so that no decode engine will start.
 
-        False if this discovery does not report it.
+        False if this kind of discovery has no such information.
         """
         return False

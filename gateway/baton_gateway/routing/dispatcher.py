@@ -44,11 +44,11 @@ _RETRIABLE = frozenset(
 class Dispatcher:
     """Runs sequences on the engines of the pool.
 
-    `SampleGroup` (`sequence.py`) has the rules for several samples of one prompt.
+    `SampleGroup` (`sequence.py`) describes how several samples of one prompt run.
 
     Args:
-        inter_token_timeout_s: longest time between two outputs of a decode engine. After it, the
-            sequence moves to another decode engine. 0: no limit.
+        inter_token_timeout_s: longest time in seconds between two outputs of a decode engine. If
+            it is exceeded, the sequence moves to another decode engine. 0: no limit.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Dispatcher:
         self._inter_token_timeout_s = inter_token_timeout_s or None
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the outputs of `sequence` in order, without gap or repetition.
+        """Yield the outputs of `sequence` in order. No token is missing or repeated.
 
         The last output has the finish reason STOP, LENGTH or REPETITION. Closing the iterator early
         aborts the requests on the engines.
@@ -121,9 +121,10 @@ class Dispatcher:
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of one attempt, and add their tokens to the sequence.
 
-        With a prefill engine, both engines receive ADD at the same time. The prefill engine samples
-        the first token of a sequence that is sent alone. The decode engine samples all other
-        tokens. Closing the iterator early aborts the requests on both engines.
+        With a prefill engine, both engines receive the message ADD at the same time. The prefill
+        engine samples the first token, unless the sequence is sent with a sample group. The decode
+        engine samples all other tokens. Closing the iterator early aborts the requests on both
+        engines.
 
         Raises:
             AttemptError: an engine failed, and another engine may succeed.
@@ -180,9 +181,9 @@ class Dispatcher:
     ) -> EngineCoreOutput | None:
         """Wait for the prefill stage, send PREFILL_RESULT, and return the first token.
 
-        PREFILL_RESULT is sent before the client of the gateway receives the first token. So a slow
-        client does not delay the decode engine. If the sequence ends with the first token,
-        PREFILL_RESULT is not sent.
+        The decode engine receives PREFILL_RESULT before the gateway's client receives the first
+        token. So a slow client does not delay the engine. If the sequence ends with the first
+        token, PREFILL_RESULT is not sent.
 
         Args:
             sequence: the sequence, to which the first token is added.
@@ -223,10 +224,10 @@ class Dispatcher:
         return msgspec.structs.replace(output, finish_reason=finish_reason)
 
     def _require_continuation(self, sequence: Sequence, output: EngineCoreOutput) -> None:
-        """Raise an error unless `output` succeeded and continues the tokens so far.
+        """Raise an error if `output` is a failure or does not continue the generated tokens.
 
         Raises:
-            AttemptError: another engine may succeed.
+            AttemptError: the engine failed, and another engine may succeed.
             APIError: the failure is final, or the output leaves out or repeats a token.
         """
         if output.finish_reason is FinishReason.ERROR or output.error:
@@ -253,7 +254,7 @@ class Dispatcher:
 
 
 def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:
-    """Return the parameters of a new KV transfer, for the prefill engine and the decode engine."""
+    """Return the KV transfer parameters for the prefill engine, and for the decode engine."""
     transfer_id = uuid.uuid4().hex
     produce = KVTransferParams(
         side=KVSide.PRODUCE,

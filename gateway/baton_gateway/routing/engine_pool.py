@@ -107,7 +107,7 @@ class EnginePool:
 
     @property
     def is_scaled_to_zero(self) -> bool:
-        """Whether no decode engine starts until the service is scaled up by hand."""
+        """Whether the service is scaled to zero by hand, so that no decode engine will start."""
         return self._discovery.is_scaled_to_zero
 
     async def wait_for(
@@ -116,7 +116,7 @@ class EnginePool:
         """Call `pick` now, and again each time an engine may have become available.
 
         Returns:
-            The first result that is not None; None after `timeout_s`.
+            The first result that is not None; None if there is none within `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -142,38 +142,38 @@ class EnginePool:
 
     @property
     def max_model_len(self) -> int | None:
-        """Limit on tokens per request, which is the smallest limit of an available decode engine.
+        """Limit on tokens per request: the smallest limit of the available decode engines.
 
-        While no decode engine is available, the last value stays. None until a decode engine has
-        been available.
+        While no decode engine is available, the value does not change. None until a decode engine
+        has been available.
         """
         return min((ready.max_model_len for ready in self._decode_engines()), default=None)
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks of the decode group.
+        """Number of data-parallel ranks of the decode engines.
 
-        While no decode engine is available, the last value stays.
+        While no decode engine is available, the value does not change.
         """
         return max((ready.data_parallel_size for ready in self._decode_engines()), default=1)
 
     @property
     def task(self) -> Task:
-        """What the decode engines do with prompts.
+        """The task of the decode engines, such as generating text or embedding.
 
-        While no decode engine is available, the last value stays.
+        While no decode engine is available, the value does not change.
         """
         return next((ready.task for ready in self._decode_engines()), Task.GENERATE)
 
     @property
     def pair_format(self) -> PairFormat | None:
-        """How two texts become a prompt of the decode engines. None if they score no pairs."""
+        """How two texts are joined to one prompt. None if the model takes no pairs of texts."""
         return next((ready.pair_format for ready in self._decode_engines()), None)
 
     def _decode_engines(self) -> list[Ready]:
-        """Return the READY of each available decode engine.
+        """Return the READY message of each available decode engine.
 
-        While no decode engine is available, return the last messages.
+        If none is available, return the messages of the engines that were available last.
         """
         if members := self.available("decode"):
             self._decode_ready = [member.ready for member in members]
@@ -205,7 +205,7 @@ class EnginePool:
             task.add_done_callback(lambda _, member=member: self._tasks.pop(member, None))  # type: ignore[misc]
 
     async def _maintain(self, member: PoolMember) -> None:
-        """Keep `member` connected until it has left discovery and its requests have ended."""
+        """Keep `member` connected until it is gone from discovery and its requests have ended."""
         backoff_s = MIN_BACKOFF_S
         last_failure, num_refusals = "", 0
         while not member.has_left():
@@ -269,7 +269,7 @@ class EnginePool:
         )
 
     async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
-        """Wait until the engine sends READY, or until the member has left discovery.
+        """Wait until the engine sends READY, or until the member is gone from discovery.
 
         Raises:
             TimeoutError: the engine has not sent READY within LOAD_TIMEOUT_S.
@@ -285,9 +285,9 @@ class EnginePool:
                     raise
 
     async def _wait_lost_or_left(self, member: PoolMember, client: EngineClient) -> None:
-        """Wait until the engine is dead, or has left discovery and ended its requests.
+        """Wait until the engine is dead, or is gone from discovery and its requests have ended.
 
-        During the wait, move requests that should continue on another engine.
+        During the wait, requests move to other engines if `_why_move_requests` gives a reason.
         """
         clock = asyncio.get_running_loop().time
         moved_at = -math.inf
@@ -313,10 +313,10 @@ class EnginePool:
     def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
         """Return why the requests of a live engine should move to other engines; None: they stay.
 
-        Requests move if the engine sleeps, or if they made no progress for the stall timeout and
-        for twice the engine's longest step. If no other decode engine can continue them, they stay
-        until they have made no progress for MAX_STALL_S as well. Decode engines also continue the
-        requests of prefill engines.
+        Requests move if the engine sleeps, or if they have made no progress for too long: for more
+        than the stall timeout, and for more than twice the engine's longest step. If no other
+        decode engine can continue them, they move only after MAX_STALL_S without progress. Decode
+        engines also continue the requests of prefill engines.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:

@@ -18,10 +18,10 @@ FILE_POLL_S = 0.25
 
 
 class FileDiscovery(Discovery):
-    """Reads endpoints from a JSON file (`EngineEndpoints`), again after every change of the file.
+    """Reads endpoints from a JSON file (`EngineEndpoints`), at the start and after each change.
 
-    While the file is missing or invalid, the last valid endpoints stay. A half-written file must
-    not disconnect every engine.
+    While the file is missing or invalid, the last valid endpoints stay. So a half-written file
+    does not disconnect every engine.
     """
 
     def __init__(self, path: Path) -> None:

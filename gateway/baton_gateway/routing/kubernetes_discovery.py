@@ -64,7 +64,7 @@ class KubernetesDiscovery(Discovery):
                 yield [endpoint for endpoint in endpoints if endpoint is not None]
 
     def _reflector(self, kube: KubeClient, resource: str, roles: str) -> Reflector:
-        """Return a Reflector, which keeps a local copy of the service's objects of one resource.
+        """Return a Reflector for one resource. It keeps a local copy of the service's objects.
 
         Args:
             kube: the Kubernetes client.
@@ -93,8 +93,8 @@ async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[Non
 async def _connect(stack: AsyncExitStack) -> KubeClient:
     """Return a Kubernetes client with the gateway pod's service account.
 
-    Retry until the account's files are usable. `container_path` finds them also in PocketKube
-    (Baton's local cluster), where pods are plain processes.
+    Retry until the account's files are usable. `container_path` also finds these files in
+    PocketKube (Baton's local cluster), where pods are plain processes.
     """
     while True:
         try:

@@ -54,7 +54,7 @@ class Placer:
     """Picks the least loaded engines that may run a sequence.
 
     Args:
-        prefill_threshold_tokens: shorter prompts have no prefill stage.
+        prefill_threshold_tokens: prompts with fewer tokens use no prefill engine.
         queue_wait_s: how long a new sequence waits while no engine is available.
         resume_wait_s: how long a sequence with generated tokens waits for another engine.
     """
@@ -79,7 +79,7 @@ class Placer:
 
         Returns:
             The decode engine, and the prefill engine or None. Without a prefill engine, the decode
-            engine computes the prompt, or has its blocks because of an earlier sample.
+            engine computes the prompt, or reuses the KV blocks of an earlier sample of the prompt.
 
         Raises:
             APIError: no decode engine is available, or the sequence has failed too often.
@@ -93,7 +93,8 @@ class Placer:
     async def _place_decode(self, state: RetryState) -> Placement:
         """Choose the decode engine for the next attempt.
 
-        The samples of a group share a placement, except samples that failed alone.
+        The samples of a group run on the same engine. After a failure that does not affect the
+        group, the engine of the failed sample is chosen separately.
         """
         group, failure = state.sequence.group, state.last_failure
         if group is None or (failure is not None and not failure.ends_group):
@@ -179,7 +180,7 @@ class Placer:
         If no such engine becomes available within OVERLOAD_RETRY_S, wait for any engine.
 
         Returns:
-            The engine; None if the sequence has waited for resume_wait_s.
+            The engine; None if no engine was available within resume_wait_s.
         """
         if time.monotonic() - state.stalled_since > self._resume_wait_s:
             return None
@@ -197,7 +198,7 @@ def _requirements(state: RetryState) -> Requirements:
 
 
 def _final_error(state: RetryState) -> APIError:
-    """Return the error that the client receives when the sequence is not retried any more."""
+    """Return the error for the client of a sequence that is not retried any more."""
     failure = state.last_failure
     if failure is None:
         if state.rank is not None:

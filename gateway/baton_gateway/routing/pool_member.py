@@ -22,7 +22,7 @@ class PoolMember:
         self._has_left = False
 
     def leave(self) -> None:
-        """Mark the engine as removed from discovery."""
+        """Record that discovery no longer lists the engine."""
         self._has_left = True
 
     def has_left(self) -> bool:  # not a property: type checkers would narrow it in loops
@@ -37,7 +37,7 @@ class PoolMember:
 
     @property
     def ready_client(self) -> EngineClient:
-        """The client of an available member."""
+        """The connection to an available member."""
         assert self.client is not None
         return self.client
 
@@ -57,8 +57,8 @@ class PoolMember:
     def load(self) -> tuple[bool, float, float, float]:
         """Return a sort key, which is smallest for the least loaded engine.
 
-        The key is whether the engine is slow, the number of requests, the KV cache usage, and a
-        random number to break ties. Requests of other gateways are known only from the last
+        The key consists of: whether the engine is slow, its number of requests, its KV cache usage,
+        and a random number to break ties. The number of requests of other gateways is from the last
         heartbeat.
         """
         client = self.ready_client

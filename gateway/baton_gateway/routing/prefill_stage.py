@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class PrefillStage:
     """Runs the prefill stage, and waits for the decode engine's first output at the same time.
 
-    Until the decode engine receives PREFILL_RESULT, it can only send a failure.
+    Before the decode engine receives PREFILL_RESULT, its only possible output is a failure.
 
     Args:
         member: the prefill engine.
@@ -45,15 +45,17 @@ class PrefillStage:
         ends the requests of an engine that is lost or makes no progress.
 
         Returns:
-            Whether the prefill stage has ended.
+            True if the prefill stage has ended. False if only the decode engine has sent an output
+            or has failed.
         """
         await asyncio.wait([self._output, self.decode_output], return_when=asyncio.FIRST_COMPLETED)
         return self._output.done()
 
     def result(self) -> tuple[EngineCoreOutput | None, str]:
-        """Return the output with the first token, or None and the error of a failed stage.
+        """Return the prefill engine's output and an empty string, or None and an error message.
 
-        After a failure the request goes on, because the decode engine computes the prompt.
+        The output has the first token. After a failure of the prefill stage, the decode engine
+        computes the prompt, so the request does not fail.
         """
         outcome = "failed"
         try:
@@ -90,7 +92,7 @@ class PrefillStage:
 
 
 async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
-    """Send ADD to the engine and return the first output.
+    """Send the request to the engine in an ADD message, and return the first output.
 
     Raises:
         EngineDeadError: the engine is dead.

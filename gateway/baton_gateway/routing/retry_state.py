@@ -18,7 +18,7 @@ class AttemptError(Exception):
 
     Args:
         code: the engine's error code; None if the engine is dead or stopped answering.
-        reason: why an attempt without an error code failed.
+        reason: name of the failure in the metrics, if there is no error code.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class AttemptError(Exception):
 
     @property
     def ends_group(self) -> bool:
-        """Whether all samples of the group failed on the engine, and not only this sample."""
+        """Whether the failure affects all samples of the group, and not only this sample."""
         return self.is_engine_gone or self.code is ErrorCode.KV_LOAD
 
 
@@ -59,7 +59,7 @@ class RetryState:
 
     @property
     def has_failed_too_often(self) -> bool:
-        """Whether the client gets the error of the last attempt, and no other engine is tried."""
+        """Whether MAX_FAILURES attempts in a row have failed, so that no other engine is tried."""
         return self.num_failures >= MAX_FAILURES
 
     @property

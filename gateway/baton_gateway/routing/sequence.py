@@ -47,7 +47,10 @@ class Placement:
         return self.member.is_available and self.member.ready_client.ready_epoch == self.ready_epoch
 
     async def join(self, sequence: Sequence) -> str:
-        """Record that `sequence` is sent, and wait for the prompt of a resumed sample.
+        """Record that `sequence` will be sent to the engine, and return its group id.
+
+        For a resumed sample, first wait until the engine has computed the prompt for an earlier
+        sample, for at most PROMPT_WAIT_S.
 
         Returns:
             The id of the group with which the sequence is sent; empty if it is sent alone.
@@ -67,16 +70,17 @@ class SampleGroup:
     """The samples of one prompt. They run on one engine, so that the prompt is computed once.
 
     - The group's engine is chosen for the first sample that is sent. When the engine is lost, the
-      next engine is chosen for the first sample that retries, and the other samples follow. A
-      sample that fails alone moves alone (`Placer._place_decode`).
+      next engine is chosen for the first sample that retries, and the other samples follow. After
+      a failure that does not affect the group, only the sample moves (`Placer._place_decode`).
     - Only the first sample may have a prefill stage, so the prompt's blocks are transferred once
       (`Placer._pick_prefill`).
-    - New samples are sent with the group's id, and share the prompt's KV blocks. The decode engine
-      samples the first token of each, so PREFILL_RESULT has no token (`Dispatcher._first_token`).
-      The engine loads the blocks even if the first sample ends with its first token.
-    - Resumed samples are sent alone, because all samples of a group start right after the prompt.
-      They wait until the first of them has computed the prompt, for at most PROMPT_WAIT_S. They
-      find the prompt's blocks in the prefix cache (`Placement.join`).
+    - Samples without tokens are sent with the group's id, and share the prompt's KV blocks. The
+      decode engine samples the first token of each, so PREFILL_RESULT has no token
+      (`Dispatcher._first_token`). The engine loads the blocks even if the first sample ends with
+      its first token.
+    - Resumed samples are sent without the group's id, because samples with the id must start right
+      after the prompt. The first resumed sample computes the prompt. The others wait for it, for at
+      most PROMPT_WAIT_S, and find the prompt's blocks in the prefix cache (`Placement.join`).
     """
 
     group_id: str
@@ -110,7 +114,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether tokens were generated, which the client may have received."""
+        """Whether tokens were generated. The client may already have received them."""
         return bool(self.generated_token_ids)
 
     @property

@@ -21,9 +21,9 @@ CANDIDATES: list[Configuration] = [
 
 @functools.cache
 def shape_class(num_rows: int, dim: int) -> str:
-    """Return the shape class under which a launch's tuned configuration is stored.
+    """Return the shape class, the key of the tuned launch configuration for these sizes.
 
-    If there are few rows, tiles must be smaller, so that the GPU is occupied.
+    With few rows, tiles must be smaller to occupy the whole GPU.
     """
     return f"{'few' if num_rows <= 64 else 'many'}/dim={triton.next_power_of_2(dim)}"
 

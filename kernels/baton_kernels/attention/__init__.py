@@ -82,8 +82,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Prepare the attention of a step, once for all layers.
 
-    For a GPU, the function reads only shapes and host values, and does not wait for the device. The
-    workspace of a plan that is made during a CUDA graph's capture is in the graph's memory.
+    For a GPU, the function reads only shapes and host values, and does not wait for the device.
+    During the capture of a CUDA graph, the plan's workspace is allocated in the graph's memory.
     `AttentionPlan` describes the arguments that are not listed here.
 
     Args:
@@ -136,8 +136,8 @@ def paged_attention(
 ) -> Tensor:
     """Compute a layer's causal attention with grouped query heads.
 
-    On a GPU, the call does not wait for the device. The launches depend only on the plan, so a
-    captured CUDA graph can be replayed with other lengths and block tables.
+    On a GPU, the call does not wait for the device. The launch parameters do not depend on the
+    values of lengths and block tables. So a captured CUDA graph can be replayed with other values.
 
     Args:
         query: tensor of shape [num_tokens, num_heads, head_dim].
@@ -210,7 +210,7 @@ def _choose(key_cache: Tensor, soft_cap: float | None) -> Implementation:
 def _check_step(
     query: Tensor, key_cache: Tensor, window: int | None, soft_cap: float | None
 ) -> None:
-    """Raise ValueError for a step that no implementation supports. No tensor's values are read."""
+    """Raise ValueError for a step that no implementation supports. Read no tensor's values."""
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(
             f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, "
@@ -234,7 +234,7 @@ def _check_layer(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:
-    """Raise ValueError for a layer that does not fit the plan. No tensor's values are read."""
+    """Raise ValueError for a layer that does not fit the plan. Read no tensor's values."""
     if query.shape != plan.query_shape:
         raise ValueError(
             f"the step is planned for queries of shape {list(plan.query_shape)}, "

@@ -20,9 +20,9 @@ def paged_attention_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Implement `baton_kernels.attention.paged_attention` in torch, without `out`.
+    """Implement `baton_kernels.attention.paged_attention` in torch, without the parameter `out`.
 
-    The function works on every device, and reads lengths on the host.
+    The function works on every device, and copies the lengths of the sequences to the host.
     """
     num_kv_heads, block_size = key_cache.shape[1:3]
     window, soft_cap = plan.window, plan.soft_cap

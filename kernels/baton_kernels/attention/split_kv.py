@@ -24,10 +24,11 @@ SCAN = 128  #: Number of sequences that a program reads at once to find its segm
 
 
 def fits_one_block(max_seqlen_q: int | None, group: int) -> bool:
-    """Return whether the queries of each sequence fit into one query block.
+    """Return whether the queries of each sequence fit into one query block of the kernel.
 
     Args:
-        max_seqlen_q: upper bound of the number of queries of a sequence; None: unknown.
+        max_seqlen_q: upper bound of the number of queries of a sequence. None: unknown, so the
+            result is False.
         group: number of query heads per KV head.
     """
     one_query = 1 << (group - 1).bit_length()  # rows of a block with one query
@@ -37,10 +38,10 @@ def fits_one_block(max_seqlen_q: int | None, group: int) -> bool:
 def target_segments(
     num_seqs: int, num_kv_heads: int, max_tiles: int, num_sms: int, programs_per_sm: int
 ) -> int:
-    """Return the target number of segments of a batch, or 0 for a batch without splits.
+    """Return the target number of KV segments of a batch, or 0 if no sequence is to be split.
 
     Args:
-        num_seqs: number of sequences. The queries of each sequence fit into one query block.
+        num_seqs: number of sequences, each with queries that fit into one query block.
         num_kv_heads: number of KV heads, each of which has its own programs.
         max_tiles: number of KV tiles of the longest sequence that the block tables can hold.
         num_sms: number of streaming multiprocessors (SMs) of the GPU.

@@ -26,8 +26,8 @@ class Partials(NamedTuple):
     """Partial results of segments, which `join_segments_kernel` joins.
 
     An item is one segment of the batch. If a sequence has only one segment, the attention kernel
-    writes the final result of the sequence directly. It then writes no other tensor of this tuple
-    than `segments_ptr`.
+    writes the final result of the sequence directly. Of this tuple, the kernel then writes only
+    `segments_ptr`.
     """
 
     #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
@@ -45,9 +45,9 @@ def _segments_of(tiles, tiles_per_segment):
 
 @triton.jit
 def _count_tiles(seqs, in_batch, batch: SplitKVBatch, KV_TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the number of key tiles that each sequence's queries attend to.
+    """Return, for each of the sequences `seqs`, the number of key tiles that its queries attend to.
 
-    The number is 0 for sequences outside of the batch.
+    The number is 0 where `in_batch` is false.
     """
     seq_len = tl.load(batch.seq_lens_ptr + seqs, mask=in_batch, other=0)
     tiles = (seq_len + KV_TILE - 1) // KV_TILE

@@ -23,10 +23,10 @@ GROUP_BYTES = 1 << 20
 def paged_attention_cpu(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float
 ) -> Tensor:
-    """Implement `baton_kernels.attention.paged_attention` with a `GatherPlan`.
+    """Implement `baton_kernels.attention.paged_attention` in torch, with a `GatherPlan`.
 
     Raises:
-        ValueError: the caches' strides differ from the plan's.
+        ValueError: the caches' strides differ from those of the cache in the plan.
     """
     if not key_cache.stride() == value_cache.stride() == plan.strides:
         raise ValueError(
@@ -113,7 +113,7 @@ class _Decode(NamedTuple):
 
 
 class GatherPlan:
-    """Cache rows to gather, and attention masks, for all layers of a step.
+    """The cache rows to gather and the attention masks of a step, which all layers share.
 
     The arguments are described at `baton_kernels.attention.plan_attention`.
 
@@ -227,7 +227,7 @@ class GatherPlan:
     def _chunk(
         self, queries: slice, table: Tensor, first: int, end: int, window: int | None
     ) -> _Group:
-        """Return the group of a prefill chunk. No query attends to positions before `first`."""
+        """Return the group of a prefill chunk that attends only to positions [first, end)."""
         num_queries = queries.stop - queries.start
         start = first % self.block_size
         rows = self._rows(table[None, self._blocks(first, end)])

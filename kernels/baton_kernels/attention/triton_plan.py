@@ -52,15 +52,15 @@ PREFILL_CANDIDATES: list[Configuration] = [
 
 
 def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -> str:
-    """Return the shape class under which a launch's tuned configuration is stored.
+    """Return the shape class, the key of the tuned launch configuration for these sizes.
 
     An example is "decode/rows=16/head_dim=128/bfloat16".
 
     Args:
         decode: whether the queries of each sequence fit into one query block, or the average number
             of queries per sequence is at most 4.
-        rows: minimum number of rows of a query block. The more rows, the less shared memory is left
-            for key tiles.
+        rows: minimum number of rows of a query block. A larger block leaves less shared memory for
+            key tiles.
         head_dim: dimension of a head.
         kv_dtype: dtype of the KV cache.
     """
@@ -71,7 +71,7 @@ def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -
 def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> Configuration:
     """Return the launch configuration for devices without measurements.
 
-    A tile has up to about 32 KiB of keys and values.
+    The size of a KV tile is chosen so that its keys and values take at most about 32 KiB.
     """
     tile = min(64, max(16, 16384 // (triton.next_power_of_2(head_dim) * kv_dtype.itemsize)))
     if decode:
@@ -104,7 +104,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 class Launch(NamedTuple):
-    """The grids, constants and workspace of a step's launches."""
+    """The grids, constants and workspace of a step's attention kernels."""
 
     #: Number of programs per KV head. A program computes a query block; or, in decode steps, a
     #: sequence or a segment of one.
@@ -125,10 +125,10 @@ def plan_launch(
     window: int | None,
     max_seqlen_q: int | None,
 ) -> Launch:
-    """Return the grids, constants and workspace of a step's attention launches.
+    """Return the grids, constants and workspace of a step's attention kernels.
 
-    The function reads only shapes, dtypes and host values. Arguments are those of
-    `baton_kernels.attention.plan_attention`.
+    The function reads only shapes, dtypes and host values. See
+    `baton_kernels.attention.plan_attention` for the arguments.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
@@ -185,7 +185,7 @@ def plan_launch(
 def _empty_partials(
     rows: tuple[int, int, int], head_dim: int, num_seqs: int, device: torch.device
 ) -> Partials:
-    """Allocate memory for the results of segments. `rows` is (items, KV heads, BLOCK_M)."""
+    """Allocate memory for the results of segments. `rows` is [items, num_kv_heads, BLOCK_M]."""
     sums, maxima = torch.empty((2, *rows), dtype=torch.float32, device=device).unbind()
     return Partials(
         torch.empty((*rows, head_dim), dtype=torch.float32, device=device),

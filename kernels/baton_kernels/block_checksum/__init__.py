@@ -28,11 +28,13 @@ from baton_kernels.block_checksum.reference import WORD_BYTES, sum_runs_referenc
 
 
 def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) -> NDArray[np.uint64]:
-    """Compute the word sum of each of n runs of host memory. The C++ version releases the GIL.
+    """Compute the checksum (word sum) of each of n runs of host memory.
+
+    A run is a contiguous range of memory. The C++ version releases the GIL.
 
     Args:
         addresses: address of each run, int64 [n], with any alignment.
-        nbytes: bytes of each run, a multiple of 8.
+        nbytes: number of bytes of every run, a multiple of 8.
         num_threads: number of threads. The default is 1, because model steps use the other
             processors at the same time.
 
@@ -58,9 +60,9 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
 
 
 def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int) -> Tensor:
-    """Compute the word sum of a range of heads in each given block, on the cache's device.
+    """Compute the checksum of a range of heads in each given block, on the cache's device.
 
-    On a GPU the call does not wait for the device.
+    The checksum is the word sum of `sum_runs`. On a GPU the call does not wait for the device.
 
     Args:
         kv_cache: tensor of shape [num_blocks, heads, ...], contiguous.
@@ -69,7 +71,7 @@ def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: 
         num_heads: number of heads in the range, at least 1.
 
     Returns:
-        The bits of the sums as int64 [n], on the cache's device.
+        The uint64 sums, with their bits stored as int64 [n], on the cache's device.
 
     Raises:
         ValueError: the cache is not contiguous, the range is not within its heads, block_ids is not

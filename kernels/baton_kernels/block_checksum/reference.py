@@ -16,7 +16,7 @@ OUTER_OFFSET = 2**32  #: The second factor of period p is u(OUTER_OFFSET + p).
 
 
 def word_sums_reference(words: Tensor) -> Tensor:
-    """Return the word sum of each row of words: int64 [n, num_words] -> int64 [n]."""
+    """Return the checksum (word sum) of each row of `words` [n, num_words], as int64 [n]."""
     num_words = words.shape[1]
     inner, outer = (
         factors(0, min(num_words, PERIOD)),
@@ -44,7 +44,7 @@ def sum_runs_reference(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.
 
 @functools.lru_cache(maxsize=8)
 def factors(start: int, count: int) -> Tensor:
-    """Return the factors u(k) of the weights for k in [start, start + count), as int64."""
+    """Return the factors u(k) of the word sum for k in [start, start + count), as int64."""
     z = torch.arange(start, start + count) + _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -52,7 +52,7 @@ def factors(start: int, count: int) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right and filled with zeros. torch's own shift repeats the sign bit."""
+    """Return z shifted right, filled with zeros. torch's own shift repeats the sign bit."""
     return (z >> bits) & (2 ** (64 - bits) - 1)
 
 

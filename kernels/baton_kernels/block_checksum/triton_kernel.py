@@ -55,7 +55,7 @@ def block_sums_triton(
     first_head: int,
     num_heads: int,
 ) -> Tensor:
-    """Implement `baton_kernels.block_checksum.block_sums`, which has checked the arguments."""
+    """Implement `baton_kernels.block_checksum.block_sums` in Triton, for checked arguments."""
     if len(block_ids) == 0:
         return torch.empty(0, dtype=torch.int64, device=kv_cache.device)
     words = kv_cache.flatten(1).view(torch.uint8).view(torch.int64)  # [num_blocks, words_per_block]
@@ -88,5 +88,5 @@ def block_sums_triton(
 
 @functools.lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two factors of the weights w_i on `device`: [PERIOD] and [periods of a run]."""
+    """Return the word sum's inner factors [PERIOD] and outer factors [number of periods]."""
     return factors(0, PERIOD).to(device), factors(OUTER_OFFSET, -(-num_words // PERIOD)).to(device)

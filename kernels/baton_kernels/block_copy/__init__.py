@@ -21,7 +21,9 @@ from torch import Tensor
 
 
 def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
-    """Copy blocks within one cache. On a GPU, the call does not wait for the device.
+    """Copy blocks within one cache, in the order of the pairs.
+
+    On a GPU, the call does not wait for the device.
 
     Args:
         kv_cache: tensor of shape [num_blocks, ...], contiguous.
@@ -46,8 +48,8 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
     With a GPU, copies are queued on the current stream. The host cache must be in pinned memory,
     and may be read after the stream was synchronized. If the blocks are consecutive in both caches,
-    the GPU's copy engine copies the blocks, which occupies no SM. Otherwise one kernel launch
-    copies the blocks, because the copy engine would need a call per run of blocks.
+    the GPU's copy engine copies them without using an SM. Otherwise one kernel launch copies the
+    blocks, because the copy engine would need a call for each run of consecutive blocks.
 
     Args:
         source: tensor of shape [num_blocks, ...], contiguous.
@@ -104,9 +106,9 @@ def _check_pairs(pairs: Tensor) -> None:
 
 
 def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
-    """Split the pairs into runs, within which the order of the pairs has no effect.
+    """Split the pairs into successive parts, in each of which the order of the pairs has no effect.
 
-    Usually all pairs are one run.
+    Usually all pairs are in one part.
     """
     start = 0
     sources: set[int] = set()
@@ -123,9 +125,10 @@ def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
 
 
 def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
-    """Group the pairs into chains, which may run at the same time.
+    """Group the pairs into chains, which may be copied at the same time.
 
-    The pairs of a chain are in order. A block that a chain writes is in no other chain.
+    The pairs of a chain must be copied in order. A block that is a target in one chain occurs in no
+    other chain.
     """
     listed: list[tuple[int, int]] = [(source, target) for source, target in pairs.tolist()]
     parent = {target: target for _, target in listed}  # a forest over written blocks
@@ -145,7 +148,10 @@ def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, length) for each run of pairs of consecutive blocks."""
+    """Yield (first source, first target, length) for each run of consecutive pairs of blocks.
+
+    In a run, both the sources and the targets are consecutive.
+    """
     first_source = first_target = length = 0
     for source, target in pairs.tolist():
         if length and (source, target) == (first_source + length, first_target + length):

@@ -57,9 +57,9 @@ def copy_blocks_triton(
     Args:
         source: tensor of shape [num_blocks, ...], contiguous, on the device or in pinned host
             memory.
-        target: like source; the number of blocks may differ. May be `source` itself.
-        chains: (source block, target block) pairs in order. A block that one chain writes occurs in
-            no other chain.
+        target: like source, or `source` itself; the number of blocks may differ.
+        chains: lists of (source block, target block) pairs, each copied in order. A block that is a
+            target in one chain occurs in no other chain.
     """
     if not chains:
         return

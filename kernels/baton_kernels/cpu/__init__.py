@@ -80,7 +80,7 @@ def _load() -> tuple[Ops | None, str]:
 
 
 def _register_fakes() -> None:
-    """Register functions that return the shapes of the operations' results, for torch.compile."""
+    """Register fake versions of the operations, which give torch.compile the results' shapes."""
 
     def fake(name: str) -> Callable[[Op], Op]:
         return torch.library.register_fake(f"baton_cpu::{name}")

@@ -48,7 +48,7 @@ def _is_gcc(command: str) -> bool:
 
 
 def build(instruction_set: InstructionSet, command: str) -> Path:
-    """Return the compiled file for an instruction set, and compile the file if it does not exist.
+    """Return the path of the library for an instruction set. Compile it if necessary.
 
     A compilation removes older files for the same instruction set and torch version.
 
@@ -93,7 +93,7 @@ def _run(command: list[str]) -> None:
 def main() -> int:
     """Compile the operations for all instruction sets. Return the exit code, which is always 0.
 
-    A compilation that fails is not an error, because torch versions replace missing operations.
+    A failed compilation is not an error, because torch operations replace the compiled ones.
     """
     wanted = sets_for_machine()
     command = compiler()

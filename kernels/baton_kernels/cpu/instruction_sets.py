@@ -47,7 +47,7 @@ def sets_for_machine(machine: str = platform.machine()) -> tuple[InstructionSet,
 
 
 def library_file(instruction_set: InstructionSet) -> Path:
-    """Return the path of the compiled file for this torch and these sources.
+    """Return the path of the library for the installed torch and the current sources.
 
     The file may not exist.
     """
@@ -78,7 +78,7 @@ def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, s
         wanted: value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
 
     Returns:
-        (instruction set, name), or (None, reason) if the torch versions must run.
+        (instruction set, its name), or (None, reason) if the torch versions must run.
     """
     if wanted == "torch":
         return None, "BATON_CPU_KERNELS=torch"

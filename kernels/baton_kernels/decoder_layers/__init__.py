@@ -57,7 +57,7 @@ class SparseMLP(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Weights of one layer."""
+    """Weights of one decoder layer."""
 
     input_norm: Tensor  #: [hidden_size].
     qkv: Projection  #: Query, key and value heads: (num_heads + 2 * num_kv_heads) * head_dim.
@@ -69,7 +69,7 @@ class LayerWeights:
     window: int | None  #: Tokens that a query attends to, including its own. None: no limit.
 
     def tensors(self) -> list[Tensor | None]:
-        """Return all tensors except experts, in the order of `Weight` in decoder_layers.h."""
+        """Return all tensors except the experts', in the order of `Weight` in decoder_layers.h."""
         mlp: list[Tensor | None]
         if isinstance(self.mlp, DenseMLP):
             mlp = [*self.mlp.gate_up.tensors(), *self.mlp.down.tensors(), None]
@@ -88,7 +88,7 @@ class DecoderLayers:
         scale: factor of the attention scores.
         eps: epsilon of all norms.
         inv_freq: rotary frequencies, see `baton_kernels.rope.rotary_angles`.
-        angle_scale: `scale` of `rotary_angles`.
+        angle_scale: the argument `scale` of `rotary_angles`.
         embedding: weight of shape [vocab_size, hidden_size]. None: the input is hidden states.
         final_norm: weight of the norm after the last layer. None: the result is not normalized.
     """

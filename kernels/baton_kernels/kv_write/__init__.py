@@ -60,8 +60,8 @@ def write_kv(
         slot_mapping: slot of each token, int64 of shape [num_tokens]. A token with a negative slot
             is not stored. All other slots are distinct.
         plan: result of `plan_write` for this slot mapping.
-        key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys that are
-            divided by the scale and saturated.
+        key_scale: float32 of shape [num_kv_heads]; None means 1. Keys for an fp8 cache are divided
+            by the scale of their head and saturated.
         value_scale: the same for values. Give both scales or neither.
 
     Raises:
@@ -82,5 +82,5 @@ def write_kv(
 
 
 def _is_compiled_for(cache: Tensor) -> bool:
-    """Return whether the compiled operation supports this cache. It does not support fp8."""
+    """Return whether the compiled operation supports the dtype of `cache`. fp8 is not supported."""
     return cpu.OPS is not None and cache.dtype in cpu.DTYPES

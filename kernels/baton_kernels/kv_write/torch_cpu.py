@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Slots:
-    """Cache block, and offset in this block, of each written slot of a step."""
+    """Block number, and offset in the block, of each cache slot that a step writes."""
 
     def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
         written = slot_mapping >= 0

@@ -20,7 +20,7 @@ CANDIDATES: list[Configuration] = [
 
 @functools.cache
 def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
-    """Return the shape class under which a launch's tuned configuration is stored."""
+    """Return the shape class, the key of the tuned launch configuration for these sizes."""
     return f"{'few' if num_tokens <= 256 else 'many'}/kv_heads={num_kv_heads}/head_dim={head_dim}"
 
 

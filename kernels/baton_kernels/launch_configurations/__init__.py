@@ -29,7 +29,7 @@ _lookup: ContextVar[Lookup | None] = ContextVar("lookup", default=None)
 def configuration(
     operation: str, shape_class: str, device: torch.device, default: Configuration
 ) -> Configuration:
-    """Return the measured configuration for a device and shape class, or `default`.
+    """Return the measured configuration for a device and shape class; `default` if not measured.
 
     Args:
         operation: name of the kernel's folder, for example "attention".
@@ -60,7 +60,7 @@ def overriding(lookup: Lookup) -> Iterator[None]:
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """Return the name of a device's table, such as "nvidia-h200".
+    """Return the name of a device's configuration table, such as "nvidia-h200".
 
     The result is "cpu" if Triton's interpreter runs the kernels.
     """
@@ -70,17 +70,17 @@ def device_key(device: torch.device) -> str:
 
 
 def read_table(file: Path) -> Table:
-    """Return the table in a file, or an empty table if the file does not exist."""
+    """Return the configuration table in a file; an empty table if the file does not exist."""
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | None]]) -> None:
-    """Write the configurations of measured shape classes into a table file, and keep other entries.
+    """Write measured configurations into a table file, and keep the file's other entries.
 
     Args:
         file: the table file, which may not exist.
-        measured: {operation: {shape class: configuration}}. None removes an entry, because the
-            kernel's default is the fastest.
+        measured: {operation: {shape class: configuration}}. The value None removes an entry. It
+            means that the kernel's default configuration is the fastest.
     """
     table = read_table(file)
     for operation, classes in measured.items():
@@ -94,7 +94,7 @@ def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | 
 
 
 def table_file(key: str) -> Path:
-    """Return the path of the table file for a result of `device_key`. The file may not exist."""
+    """Return the path of the table file for a `device_key`. The file may not exist."""
     return Path(str(resources.files(__name__))) / f"{key}.json"
 
 

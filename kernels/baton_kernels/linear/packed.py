@@ -24,7 +24,7 @@ def native_instructions(dtype: torch.dtype) -> str:
     """Return the CPU's instruction set for products in a 16-bit dtype, such as `amx_bf16`.
 
     Returns:
-        The name, or an empty string if the CPU converts to float32 first.
+        The name, or an empty string if the CPU has none and must convert to float32.
     """
     known = {
         torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),  # the last is Arm's
@@ -53,7 +53,7 @@ class PackedWeight(nn.Module):
     Attributes:
         shape: (out_features, in_features).
         dtype: dtype of the weight.
-        data: the reordered copy. For cpp, the shape is [out_features / panel, in_features / step,
+        data: the reordered copy. For "cpp", its shape is [out_features / panel, in_features / step,
             panel, step], padded with zeros. A panel is a number of outputs that depends on the
             instruction set. A step is one input in float32, and two in bfloat16.
     """
@@ -65,9 +65,8 @@ class PackedWeight(nn.Module):
 
         Args:
             weight: tensor of shape [out_features, in_features].
-            implementation: implementation for which the weight is packed. None: the one that
-                `packing` chooses. If `packing` returns None for this weight, the argument is
-                required.
+            implementation: implementation for which the weight is packed. None: the result of
+                `packing`. The argument is required if `packing` returns None for this weight.
         """
         super().__init__()
         self.shape, self.dtype = weight.shape, weight.dtype

@@ -37,14 +37,14 @@ class QuantizedWeight(nn.Module):
         data: the values, in [-127, 127] or [-8, 7]. With compiled operations, the values are packed
             for these operations. Otherwise they are int8 of shape `shape`.
         scales: float32 of shape [out_features] for int8. For int4, bfloat16 of shape [out_features,
-            ceil(in_features / 32)], which is packed with the values.
+            ceil(in_features / 32)]. If the values are packed, the int4 scales are packed too.
     """
 
     data: Tensor
     scales: Tensor
 
     def __init__(self, weight: Tensor, bits: Bits) -> None:
-        """Round a weight of shape [out_features, in_features] and of any dtype."""
+        """Quantize a weight of shape [out_features, in_features] and of any dtype to `bits`."""
         super().__init__()
         tiles = [
             _round_to_int8(tile) if bits == 8 else _round_to_int4(tile)
@@ -54,7 +54,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def from_parts(cls, values: Tensor, scales: Tensor) -> QuantizedWeight:
-        """Create a weight from the values and scales that `parts` of another weight returned."""
+        """Create a weight from (values, scales), which `parts` of another weight returned."""
         weight = cls.__new__(cls)
         nn.Module.__init__(weight)
         weight._set(values, scales)
@@ -79,7 +79,7 @@ class QuantizedWeight(nn.Module):
 
     @staticmethod
     def new_parts(shape: torch.Size, bits: Bits) -> tuple[Tensor, Tensor]:
-        """Return uninitialized (values, scales) with the shapes and dtypes of `parts`.
+        """Return uninitialized (values, scales), with the shapes and dtypes that `parts` returns.
 
         Args:
             shape: (out_features, in_features) of the weight.
@@ -91,7 +91,7 @@ class QuantizedWeight(nn.Module):
         return values, torch.empty(shape[0], -(-shape[1] // GROUP), dtype=torch.bfloat16)
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Return (values, scales). The values are int8 of shape `shape`."""
+        """Return the unpacked (values, scales). The values are int8 of shape `shape`."""
         if not self.is_compiled:
             return self.data, self.scales
         num_panels, num_steps, panel, step = self.data.shape
@@ -134,7 +134,10 @@ def _round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose for each group the scale of INT4_FACTORS with the least sum of squared errors."""
+    """Return (values, scales) in int4, with a scale for each group of GROUP inputs.
+
+    Of the scales that INT4_FACTORS gives, the one with the least sum of squared errors is used.
+    """
     num_rows, num_columns = weight.shape
     exact = functional.pad(weight.float(), (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
     largest = exact.gather(2, exact.abs().argmax(dim=2, keepdim=True))

@@ -27,7 +27,7 @@ def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_int8_reference(x: Tensor) -> Tensor:
-    """Return `x` quantized to int8 and dequantized to float64, as the compiled product reads it.
+    """Return `x` rounded to int8, as the compiled product rounds `x`, but as float64 values.
 
     Each group of GROUP inputs in a row has its own scale.
     """

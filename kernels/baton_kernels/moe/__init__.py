@@ -61,13 +61,13 @@ def run_experts(
 
     Args:
         x: tensor of shape [num_tokens, hidden].
-        gate_up: gate rows, then up rows of each expert: [num_experts, 2 * intermediate, hidden]. On
-            a CPU, also a sequence with one packed or quantized weight per expert, see `linear`.
-            The fastest sequence is an `ExpertList`.
-        down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, also a sequence like
-            gate_up.
+        gate_up: tensor of shape [num_experts, 2 * intermediate, hidden], with the gate rows of an
+            expert before its up rows. On a CPU, a sequence with one packed or quantized weight per
+            expert is also allowed (see `linear`). An `ExpertList` is the fastest sequence.
+        down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, a sequence is also
+            allowed, as for gate_up.
         weights: routing weights of shape [num_tokens, top_k].
-        expert_ids: int64 of shape [num_tokens, top_k].
+        expert_ids: int64 of shape [num_tokens, top_k]. Ids outside [0, num_experts) add nothing.
 
     Returns:
         Tensor of shape [num_tokens, hidden].

@@ -20,7 +20,7 @@ ExpertWeights = Tensor | Sequence[Weight] | nn.ModuleList
 
 
 class ExpertList(tuple[Any, ...]):
-    """A weight per expert, with the tensors that the C++ operation reads.
+    """A tuple of one weight per expert, with the tensors that the C++ operation reads.
 
     Attributes:
         data: the packed weights. Empty if the operation cannot read one of the weights.
@@ -48,7 +48,7 @@ class ExpertList(tuple[Any, ...]):
 def run_experts_cpu(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Implement `baton_kernels.moe.run_experts`."""
+    """Implement `baton_kernels.moe.run_experts` on a CPU."""
     if not isinstance(gate_up, Tensor) and (ops := ops_for(x)) is not None:
         assert not isinstance(down, Tensor)
         first = gate_up if isinstance(gate_up, ExpertList) else ExpertList(gate_up)

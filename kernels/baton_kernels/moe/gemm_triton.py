@@ -202,7 +202,7 @@ def run_experts_gemm(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Write the result of `run_experts_triton` into `out`, by grouped GEMMs.
+    """Implement `run_experts_triton` by grouped GEMMs, and write the result into `out`.
 
     The arguments must be contiguous and have at least one token.
     """

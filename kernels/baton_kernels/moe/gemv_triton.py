@@ -107,7 +107,7 @@ def run_experts_gemv(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Compute the same values as `run_experts_triton`, by GEMVs, and write them into `out`.
+    """Implement `run_experts_triton` by GEMVs, and write the result into `out`.
 
     The arguments must be contiguous and have at least one token.
     """

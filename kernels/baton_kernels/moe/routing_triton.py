@@ -77,14 +77,14 @@ def _route_kernel(
 
 @functools.cache
 def routing_shape_class(num_experts: int, top_k: int) -> str:
-    """Return the shape class under which a routing launch's tuned configuration is stored."""
+    """Return the shape class, the key of the tuned launch configuration for a routing."""
     return f"routing/experts={num_experts}/top_k={top_k}"
 
 
 def route_top_k_triton(
     router_logits: Tensor, top_k: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Implement `baton_kernels.moe.route_top_k` in Triton. Lower ids win among equal logits."""
+    """Implement `baton_kernels.moe.route_top_k` in Triton. Among equal logits, lower ids win."""
     num_tokens, num_experts = router_logits.shape
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()
@@ -176,13 +176,15 @@ def _place_kernel(
 
 
 def max_num_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles that a routing of the pairs can need."""
+    """Return the largest number of tiles that `align_pairs` can need for `num_pairs` pairs."""
     with_pairs = min(num_pairs, num_experts)
     return (num_pairs + with_pairs * (block_m - 1)) // block_m
 
 
 def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPairs:
-    """Group pairs by expert into tiles. Pairs with ids outside [0, num_experts) are in no tile.
+    """Group the (token, expert) pairs by expert, and divide the groups into tiles.
+
+    Pairs with an expert id outside [0, num_experts) are in no tile.
 
     Args:
         expert_ids: int64 of shape [num_tokens, top_k], contiguous, not empty.

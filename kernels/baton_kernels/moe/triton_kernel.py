@@ -117,7 +117,8 @@ def default_configuration(
 ) -> Configuration:
     """Return the launch configuration for devices without measurements.
 
-    The number of rows per tile is close to the average number of rows per expert.
+    Few tokens use GEMVs. Otherwise, the number of rows per tile grows with the average number of
+    rows per expert.
     """
     halves = dtype.itemsize // 2  # 2 for float32, which needs twice the memory of 16-bit dtypes
     rows_per_expert = num_tokens * top_k / num_experts
@@ -141,9 +142,9 @@ def shape_class(
     intermediate: int,
     dtype: torch.dtype,
 ) -> str:
-    """Return the shape class under which a launch's tuned configuration is stored.
+    """Return the shape class, the key of the tuned launch configuration for these sizes.
 
-    The number of tokens is rounded up to a power of two, at most 8192.
+    In the key, the number of tokens is rounded up to a power of two, at most 8192.
     """
     tokens = min(8192, triton.next_power_of_2(num_tokens))
     model = f"experts={num_experts}/top_k={top_k}/hidden={hidden}/intermediate={intermediate}"

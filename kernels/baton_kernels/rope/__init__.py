@@ -54,8 +54,8 @@ def rotate_qk(
     Args:
         qkv: query heads, key heads and value heads of each token, of shape
             [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
-        num_heads: query heads.
-        num_kv_heads: key heads, and value heads.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads, and of value heads.
         cos: float32 of shape [num_tokens, head_dim / 2], see `rotary_angles`.
         sin: like cos.
         q_weight: RMSNorm weight of query heads (Qwen3), of shape [head_dim]. None: no norm.

@@ -9,7 +9,7 @@ from baton_kernels.norm.reference import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of x [num_tokens, num_heads, head_dim] by the angles of its token."""
+    """Rotate each token's heads in x [num_tokens, num_heads, head_dim] by the token's angles."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

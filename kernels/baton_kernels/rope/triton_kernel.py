@@ -22,7 +22,7 @@ CANDIDATES: list[Configuration] = [
 
 @functools.cache
 def shape_class(num_tokens: int, head_dim: int) -> str:
-    """Return the shape class under which a launch's tuned configuration is stored."""
+    """Return the shape class, the key of the tuned launch configuration for these sizes."""
     return f"{'few' if num_tokens <= 256 else 'many'}/head_dim={head_dim}"
 
 

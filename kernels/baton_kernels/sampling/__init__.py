@@ -74,7 +74,7 @@ def greedy(logits: Tensor, fallback: int) -> BestTokens:
 
     Args:
         logits: float32 of shape [rows, vocab_size]. A NaN counts as -inf.
-        fallback: token of the rows in which all logits are -inf or NaN.
+        fallback: token id to return for rows in which all logits are -inf or NaN.
     """
     if logits.is_cuda:
         from baton_kernels.sampling.triton_greedy import greedy_triton

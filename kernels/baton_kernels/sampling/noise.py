@@ -63,8 +63,8 @@ def gumbel(mantissa: Tensor) -> Tensor:
 def least_mantissa(noise: Tensor) -> Tensor:
     """Return the smallest mantissa (int64) for which `gumbel` is at least `noise` (float64).
 
-    Rounding can make the result slightly too low, but never too high. Callers must therefore also
-    compute the noise of each token whose mantissa reaches the result.
+    Rounding can make the result slightly too low, but never too high. Callers must therefore still
+    compute the exact noise of each token whose mantissa is at least the result.
     """
     fraction_above = -torch.expm1(-torch.exp(-noise))
     count = (fraction_above * (1 + 1e-9) * 2.0**_MANTISSA_BITS).ceil() + 2
@@ -80,6 +80,6 @@ def _mix(value: int) -> int:
 
 
 def signed(value: int) -> int:
-    """Return the int64 with the bits of a uint64."""
+    """Return the signed 64-bit integer with the same bits as the unsigned integer `value`."""
     value &= _MASK64
     return value - 2**64 if value >= 2**63 else value

@@ -28,7 +28,7 @@ class DrawParams(Protocol):
 
     @property
     def min_p(self) -> float:
-        """Minimum ratio of a kept token's probability to the highest one. 0 keeps all tokens."""
+        """Minimum ratio of a token's probability to the highest probability. 0 keeps all tokens."""
 
 
 class BestTokens(NamedTuple):

@@ -48,7 +48,7 @@ def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence
 
 @dataclass(slots=True)
 class _Rows:
-    """Parameters of the rows, each a column of shape [rows, 1]; float64 unless noted."""
+    """Sampling parameters of rows, each a column of shape [rows, 1]; float64 unless noted."""
 
     keys: Tensor  #: int64.
     temperature: Tensor
@@ -112,7 +112,7 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
 
 
 def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Apply the filters to each row's candidates, and choose the token with the highest score.
+    """Apply min_p, top_k and top_p to the candidates, and choose the token with the best score.
 
     Args:
         logits: float32 of shape [rows, vocab_size].
@@ -120,7 +120,8 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
         rows: parameters of each row.
 
     Returns:
-        Chosen token ids and their scores, [rows, 1] each. A row without candidates has score -inf.
+        Chosen token ids and their scores, [rows, 1] each. A score is logit / temperature + noise,
+        or -inf in a row without candidates.
     """
     token_ids, present = _compact(candidates, len(logits))
     scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(
@@ -159,7 +160,8 @@ def _top_p_bound(
     """Return, for each row, a lower bound of the logits that top_p keeps.
 
     Returns:
-        The lower bound, and the sum of the probabilities that min_p keeps; [rows, 1] each.
+        The lower bound, and the sum of the probabilities of the tokens that min_p keeps. Each has
+        the shape [rows, 1], and the sum is in fixed point (`_fixed_point`).
     """
     scaled = logits.double().div_(rows.temperature)
     if bool((rows.log_min_p > -math.inf).any()):
@@ -178,7 +180,7 @@ def _top_p_bound(
 
 
 def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
-    """Return each probability divided by the best token's, in units of 2**-32, rounded."""
+    """Return each probability relative to the best token's, rounded, in units of 2**-32."""
     return (scaled - best).exp_().mul_(_UNIT).round_()
 
 

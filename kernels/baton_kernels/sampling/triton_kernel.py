@@ -76,7 +76,7 @@ DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_w
 
 @functools.cache
 def shape_class(num_rows: int, vocab_size: int) -> str:
-    """Return the shape class under which the tuned configuration of a batch is stored."""
+    """Return the shape class, the key of the tuned launch configuration for these sizes."""
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
@@ -91,7 +91,7 @@ _FIRST_SLOT = tl.constexpr(16)  # a multiple of 16 keeps the rows aligned
 
 
 class _Params(NamedTuple):
-    """Sampling parameters of a row, in the order of `_upload`."""
+    """Sampling parameters of a row, in the order in which `_upload` stores them."""
 
     rank: tl.tensor  #: int64: number of block maxima that reach the bound; vocab_size: no bound.
     noise_key: tl.tensor  #: int64.
@@ -357,7 +357,7 @@ def draw_tokens_triton(
 def _upload(
     params: Sequence[DrawParams], keys: Sequence[int], vocab_size: int, device: torch.device
 ) -> Tensor:
-    """Upload the parameters of all rows in one transfer: int64 [rows, 6], read as `_Params`."""
+    """Copy the parameters of all rows to the device: int64 [rows, 6], read as `_Params`."""
     top_p_rank = math.ceil(triton.cdiv(vocab_size, BLOCK) * TOP_P_BLOCKS)
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     host = torch.empty(len(params), 6, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -49,7 +49,10 @@ def logit_key(x):
 
 @triton.jit
 def token_key(key, token):
-    """Return the token key of a token, from its `logit_key` and id."""
+    """Return the token key, an int64 that combines a token's `logit_key` and its id.
+
+    Higher logits have higher keys. Among equal logits, lower ids have higher keys.
+    """
     return (key.to(tl.int64) << 24 | _LAST_ID) - token
 
 
@@ -93,7 +96,7 @@ def gumbel_of(noise_key, token_id):
 
 @triton.jit
 def relative_weight(scaled, best):
-    """Return the probability divided by the best token's, in units of 2**-32, rounded."""
+    """Return each probability relative to the best token's, rounded, in units of 2**-32."""
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
 
@@ -109,7 +112,7 @@ def load_token_keys(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, key, WEIGH: tl.constexpr):
-    """Return the `relative_weight` of the token of each token key, or 1 without WEIGH.
+    """Return the amount of each token in `search`: its `relative_weight`, or 1 without WEIGH.
 
     The amount is 0 for masked tokens and for tokens that min_p removes.
     """
@@ -150,8 +153,9 @@ def search(
     tokens of equal logits.
 
     Returns:
-        A token key that all tokens of the set reach. No other token with a positive amount
-        reaches it. The result is `left` if the total of all tokens is less than `wanted`.
+        A token key that bounds the set. The keys of its tokens are at least this key. All other
+        tokens with a positive amount have lower keys. If the total of all tokens is less than
+        `wanted`, the result is `left`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)

@@ -21,15 +21,15 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Return an iterator over slices of rows, each of which is small enough for one computation."""
+    """Return an iterator over slices of rows, each small enough to be processed at once."""
     chunk = max((CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1], 1)
     return (slice(start, start + chunk) for start in range(0, len(logits), chunk))
 
 
 def block_maxima(logits: Tensor) -> Tensor:
-    """Return each block's largest logit, [rows, ceil(vocab_size / BLOCK_SIZE)].
+    """Return the largest logit of each block of BLOCK_SIZE tokens.
 
-    The last block may be shorter.
+    The shape is [rows, ceil(vocab_size / BLOCK_SIZE)]. The last block may be shorter.
     """
     whole = logits.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
     maxima = logits[:, :whole].unflatten(-1, (-1, BLOCK_SIZE)).amax(dim=-1)
@@ -69,9 +69,9 @@ def tokens_at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tens
 
 
 def _tokens_of(blocks: Tensor, vocab_size: int) -> Tensor:
-    """Return the token ids of blocks [n, 1], as [n, BLOCK_SIZE].
+    """Return the ids of the tokens in each of `blocks` [n, 1], as [n, BLOCK_SIZE].
 
-    Past the end of the vocabulary, the last id repeats.
+    Past the end of the vocabulary, the last id is repeated.
     """
     return (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=blocks.device)).clamp_max(
         vocab_size - 1

@@ -97,7 +97,7 @@ class XferHandle:
             peer: name of the peer.
             known_peer: the peer's metadata.
             num_descs: number of descriptors after adjacent descriptors were merged.
-            notif: notification for the peer; empty for none.
+            notif: notification for the peer after a transfer; empty for none.
         """
         self.peer, self.known_peer, self.num_descs, self.notif = peer, known_peer, num_descs, notif
         self.released = False
@@ -130,8 +130,9 @@ class Agent(abc.ABC):
     """Moves bytes between this process's registered memory and the registered memory of peers.
 
     Any thread may call the methods. Registering and deregistering memory, `fence` and `close` may
-    block. With NIXL, `add_remote_agent` blocks while it connects. Over shm, `transfer` itself
-    copies a READ of up to 16 MiB. All other calls return without waiting.
+    block. With NIXL, `add_remote_agent` blocks while it connects. With the transport shm,
+    `transfer` copies the bytes of a READ of up to 16 MiB before it returns. All other calls return
+    without waiting.
     """
 
     def __init__(self, name: str) -> None:
@@ -141,7 +142,7 @@ class Agent(abc.ABC):
 
     @property
     def num_refused(self) -> int:
-        """Number of descriptors in peers' requests that were refused.
+        """Number of descriptors in peers' requests that this agent has refused.
 
         These descriptors were outside registered memory. The number is always 0 with NIXL, which
         does not report refused descriptors.
@@ -152,7 +153,7 @@ class Agent(abc.ABC):
     def failure(self) -> str:
         """Why peers cannot connect to this agent any more, and the remedy; empty if they can.
 
-        The text is always empty with NIXL, which does not report this.
+        The text is always empty with NIXL, which does not report such failures.
         """
         return ""
 
@@ -160,16 +161,16 @@ class Agent(abc.ABC):
     def bytes_moved(self) -> dict[str, int] | None:
         """Bytes sent and received, by transport, mechanism and device, such as `ucx tcp/lo`.
 
-        None with NIXL, which does not report bytes. With shm, only the receiving side counts a
-        copy, because that side makes the copy.
+        None with NIXL, which does not report bytes. With shm, only the side that receives the bytes
+        counts them, because that side makes the copy.
         """
         return None
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that the agent calls after a transfer ended or a notification arrived.
 
-        The call may come from any thread. `wakeup` is not called for events that a block
-        `with agent.waiting()` handles when it ends. NIXL's own interface has no wakeup function.
+        Any thread may call `wakeup`. It is not called for events that are handled at the end of a
+        block `with agent.waiting()`. NIXL's Python API has no wakeup function.
         """
         self._wakeup = wakeup
 
@@ -180,10 +181,10 @@ class Agent(abc.ABC):
                 fds = [wakeup_fd] if agent_fd is None else [wakeup_fd, agent_fd]
                 select.select(fds, [], [], timeout_s)
 
-        Here the function of `set_wakeup` writes to the eventfd `wakeup_fd`. The end of the block
-        does the agent's pending work on the calling thread, so the agent's thread need not wake up.
-        After the block, check the states of transfers and call `get_new_notifs`. NIXL's own
-        interface has no such function.
+        In this example, the function given to `set_wakeup` writes to the eventfd `wakeup_fd`. At
+        the end of the block, the calling thread does the agent's pending work, so the agent's
+        thread need not wake up. After the block, check the states of transfers and call
+        `get_new_notifs`. NIXL's Python API has no such function.
         """
         return contextlib.nullcontext()
 
@@ -198,7 +199,7 @@ class Agent(abc.ABC):
             mem_type: DRAM or VRAM.
 
         Raises:
-            ValueError: a region is empty, or the transport does not move memory of this type here.
+            ValueError: a region is empty, or the transport does not support memory of this type.
             TransportError: the agent is closed, or its thread does not answer.
         """
 
@@ -209,7 +210,7 @@ class Agent(abc.ABC):
         This agent's own transfers of the memory must have ended before.
 
         Raises:
-            TransportError: the agent is closed, or its thread does not answer. Without an answer,
+            TransportError: the agent is closed, or its thread does not answer. In the second case,
                 peers may still reach the memory.
         """
 
@@ -233,7 +234,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def remove_remote_agent(self, agent: str) -> None:
-        """Disconnect and remove the agent of a peer. Its transfers in flight end in ERR."""
+        """Disconnect and remove the agent of a peer. Transfers in flight with it end in ERR."""
 
     def get_xfer_descs(
         self,
@@ -307,7 +308,7 @@ class Agent(abc.ABC):
         remote_agent: str,
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """Return a transfer between the rows of two lists: the i-th local and the i-th remote row.
+        """Return a transfer between `local_descs` and `remote_descs`, row by row.
 
         Raises:
             KeyError: the peer is unknown.
@@ -321,7 +322,7 @@ class Agent(abc.ABC):
 
         Args:
             handle: the transfer.
-            notif_msg: replaces the notification of the handle for this post.
+            notif_msg: notification for this post; empty: the handle's notification.
 
         Raises:
             ValueError: the handle was released, or its last post has not ended.
@@ -378,11 +379,11 @@ class Agent(abc.ABC):
         """Cut all peers off: no operation of a peer reaches registered memory afterwards.
 
         Transfers in flight end in ERR, and all peers are removed, but memory stays registered.
-        Peers need new metadata from get_agent_metadata to connect again. NIXL's own interface has
-        no such function.
+        To connect again, peers need new metadata from get_agent_metadata. NIXL's Python API has no
+        such function.
 
         Raises:
-            TransportError: the agent is closed, or its thread does not answer. Without an answer,
+            TransportError: the agent is closed, or its thread does not answer. In the second case,
                 peers may still reach the memory.
         """
 
@@ -398,11 +399,11 @@ def select_pairs(
     remote: DlistHandle,
     theirs: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the rows with the indices `ours` in `local` and `theirs` in `remote`, [n, 3] each.
+    """Return the rows `ours` of `local`, and the rows `theirs` of `remote`; [n, 3] each.
 
     Raises:
-        ValueError: rows do not exist or cannot be paired, or a list was released or is of the
-            wrong side.
+        ValueError: rows do not exist or differ in length, or a list was released, or `local` or
+            `remote` is a list of the other side.
     """
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")

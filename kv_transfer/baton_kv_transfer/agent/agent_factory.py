@@ -12,14 +12,15 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
 
     Args:
         name: the name under which peers know the agent.
-        transport: a value of kv_transfer.transport. This call loads UCX or NIXL only if needed.
+        transport: a value of kv_transfer.transport. UCX and NIXL are loaded only for a transport
+            that uses them.
         host: address of this machine at which peers reach the agent. Empty: $POD_IP, or
             127.0.0.1 if $POD_IP is not set. NIXL ignores `host` and chooses an address.
 
     Raises:
-        ValueError: the transport is unknown, or the packages that it needs are not installed.
+        ValueError: the transport is unknown, or it is nixl and NIXL is not installed.
         OSError: `host` is not an address of this machine.
-        UCXError: UCX is missing or cannot start.
+        UCXError: the transport uses UCX, and UCX is missing or cannot start.
     """
     if transport == "nixl":
         return NixlAgent(name)

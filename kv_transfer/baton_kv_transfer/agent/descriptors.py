@@ -17,7 +17,7 @@ from baton_kv_transfer.transports.transfer import MEM_TYPES, Descriptors, Region
 
 @dataclass(frozen=True, slots=True)
 class XferDescs:
-    """Descriptors of one memory type, whose shape and lengths `check_rows` has checked."""
+    """Descriptors of one memory type. `check_rows` has checked their shape and lengths."""
 
     rows: Descriptors
     mem_type: str
@@ -36,7 +36,7 @@ def check_regions(regions: Sequence[tuple[int, int, object, object]], owner: str
 
     Args:
         regions: (address, length in bytes, ...) of each region.
-        owner: name of the agent that has the memory, for the error.
+        owner: name of the agent that has the memory, for the error message.
 
     Raises:
         ValueError: a region is invalid or empty.
@@ -66,7 +66,7 @@ def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: st
 
 
 def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None:
-    """Check that each local row has a remote row of equal length.
+    """Check the operation, and check that local row i and remote row i have equal lengths.
 
     Raises:
         ValueError: the operation is not READ or WRITE, there is no row, or the lengths differ.
@@ -84,7 +84,7 @@ def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
     """Return the rows of `descs` with the given indices: [n, 3].
 
     Raises:
-        ValueError: an index is negative or too large, or the indices are not a flat list.
+        ValueError: an index is negative or too large, or `indices` is not one-dimensional.
     """
     if indices.ndim == 1 and not _any_negative(indices):
         try:  # contextlib.suppress and descs[indices] take twice as long for few rows
@@ -100,7 +100,7 @@ def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[n
     Args:
         descs: n descriptors.
         regions: registered memory of one agent.
-        owner: name of that agent, for the error.
+        owner: name of that agent, for the error message.
 
     Raises:
         ValueError: a descriptor is in no region.
@@ -133,8 +133,9 @@ def run_starts(
 ) -> NDArray[np.int64]:
     """Return the index of the first row of each run: [runs].
 
-    A run is a sequence of rows that are adjacent on both sides. `local_regions` and
-    `remote_regions` are region indices from `locate`, [n]. With them, a run stays in one region.
+    A run is a sequence of rows whose ranges are adjacent in local memory and in remote memory.
+    `local_regions` and `remote_regions` are region indices from `locate`, [n]. If they are given,
+    a run does not extend over several regions.
     """
     lengths = local[:, 1]
     joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
@@ -148,10 +149,10 @@ def run_starts(
 
 
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
-    """Return whether `merge` may find adjacent rows to join.
+    """Return whether `merge` may be able to join rows.
 
-    In lists of up to FEW_RUNS rows, neighbouring rows are compared. For longer lists, the result is
-    True without a comparison.
+    Up to FEW_RUNS rows are searched for adjacent rows. Longer lists are not searched, and the
+    result is True.
     """
     if len(local) > FEW_RUNS:
         return True
@@ -169,7 +170,11 @@ def merge(
     local_regions: NDArray[np.int64],
     remote_regions: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the local and the remote rows, [runs, 3] each: one row per run of `run_starts`."""
+    """Merge each run of adjacent rows (see `run_starts`) into one row.
+
+    Returns:
+        The local rows and the remote rows, [runs, 3] each.
+    """
     starts = run_starts(local, remote, local_regions, remote_regions)
     lengths = local[:, 1]
     local, remote = local[starts], remote[starts]

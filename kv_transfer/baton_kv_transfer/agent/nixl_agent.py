@@ -72,7 +72,7 @@ REMOVE_GRACE_S = 1.0
 
 
 class _Native:
-    """An object of NIXL's library, built again on first use after NIXL's agent was re-created."""
+    """A NIXL object that is built on first use, and again after NIXL's agent was re-created."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -120,10 +120,10 @@ class _Xfer(XferHandle):
 
 
 class NixlAgent(Agent):
-    """An agent of the NIXL library with a polling thread."""
+    """An agent that uses the NIXL library. A thread of the agent polls NIXL."""
 
     def __init__(self, name: str) -> None:
-        """Load NIXL and start the polling thread.
+        """Load NIXL, create NIXL's agent, and start the polling thread.
 
         Raises:
             ValueError: nixl-cu12 is not installed.
@@ -367,7 +367,7 @@ class NixlAgent(Agent):
     def _destroy(self, reason: str) -> None:
         """Destroy NIXL's agent.
 
-        Transfers in flight end in ERR, and peers cannot reach the memory any more.
+        Transfers in flight end in ERR. Peers can no longer reach the registered memory.
         """
         for native in list(self._natives):
             native.drop()
@@ -382,7 +382,8 @@ class NixlAgent(Agent):
     def _restart(self, reason: str) -> None:
         """Replace NIXL's agent with a new one that has the same memory and peers.
 
-        Transfers in flight end in ERR with the error `reason`.
+        Transfers in flight end in ERR. The error is `reason`, or the removal of the transfer's
+        peer. A peer to which NIXL cannot connect again is removed.
         """
         self._destroy(reason)
         self._nixl = nixl = nixl_library.create(self._api, self.name)

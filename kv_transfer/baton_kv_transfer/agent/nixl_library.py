@@ -21,7 +21,9 @@ _DIGEST_BYTES = 16
 
 
 def load() -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return NIXL's API module and the exception types of the library, which have no common base.
+    """Return NIXL's API module, and a tuple of all exception types of the library.
+
+    The exception types have no common base class.
 
     Raises:
         ValueError: NIXL is not installed.
@@ -82,9 +84,12 @@ def seal(packed: bytes) -> bytes:
 
 
 def unseal(metadata: bytes) -> tuple[bytes, str]:
-    """Check metadata, and return it without the digest, with the agent's name.
+    """Check the metadata of a NIXL agent, and remove the digest.
 
     Metadata without a digest is accepted, because other NIXL programs add none.
+
+    Returns:
+        The metadata without the digest, and the agent's name.
 
     Raises:
         ValueError: the metadata is damaged, or not from NIXL.
@@ -114,7 +119,7 @@ def unseal(metadata: bytes) -> tuple[bytes, str]:
 
 
 def _digest(packed: bytes) -> bytes:
-    """Return the digest as hexadecimal text, which cannot contain NIXL's delimiter `|`."""
+    """Return the digest as hexadecimal text, so that it cannot contain NIXL's delimiter `|`."""
     return (
         hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl")
         .hexdigest()

@@ -376,7 +376,7 @@ class TransportAgent(Agent):
             ) from error
 
     def _begin(self, transfer: Transfer, mem_type: str) -> None:
-        """Begin a transfer on the first transport that reaches the peer with this type of memory.
+        """Begin a transfer on the first transport that moves `mem_type` and reaches the peer.
 
         Without such a transport, the transfer ends in ERR.
         """
@@ -413,7 +413,7 @@ class TransportAgent(Agent):
 
 
 def seal(packed: bytes) -> bytes:
-    """Return a digest followed by the bytes. The digest lets the receiver detect damage."""
+    """Return a digest of `packed`, followed by `packed`. The receiver checks the digest."""
     return _digest(packed) + packed
 
 

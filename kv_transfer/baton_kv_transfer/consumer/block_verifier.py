@@ -23,7 +23,7 @@ VERIFY_SLICE_S = 0.02
 
 
 class BlockVerifier:
-    """Reads and verifies the blocks of all per-rank transfers.
+    """Reads and verifies the blocks of all per-rank transfers (`RankTransfer`).
 
     Callers add blocks with `read()` or `verify()`. `verify_arrived()` yields each verified batch of
     blocks whose load has not failed.
@@ -38,7 +38,10 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """Whether arrived blocks are unverified. If so, call `verify_arrived` without waiting."""
+        """Whether some arrived blocks are not verified yet.
+
+        If so, call `verify_arrived` without waiting for an event.
+        """
         return bool(self._arrived)
 
     @property
@@ -47,7 +50,7 @@ class BlockVerifier:
         return any(self._agent.check_xfer_state(handle) == "PROC" for *_, handle in self._in_flight)
 
     def read(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
-        """Queue published blocks to be read from the producer's memory, and verified."""
+        """Queue published blocks for reading from the producer's memory and for verification."""
         window = self._windows.get(rank_transfer.peer)
         if window is None:
             window = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
@@ -55,7 +58,7 @@ class BlockVerifier:
         window.enqueue(rank_transfer, positions)
 
     def verify(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
-        """Queue blocks for verification. The producer has written them into the load's slots."""
+        """Queue blocks for verification that the producer has written into the load's slots."""
         load, step = rank_transfer.load, blocks_per_batch(rank_transfer, self._memory)
         assert load.slots is not None
         for start in range(0, len(positions), step):
@@ -77,11 +80,12 @@ class BlockVerifier:
         """Collect reads that have ended, post queued reads, and verify arrived blocks.
 
         Reads are posted before each verification, so that bytes arrive during the verification.
+        After VERIFY_SLICE_S seconds, the iteration ends even if arrived blocks are left.
 
         Yields:
             The per-rank transfer of each verified batch, and the positions of blocks that differed
-            from their checksums twice. If a block differed twice, fail the load before the next
-            iteration.
+            from their checksums twice. If there are such positions, the caller must fail the load
+            before the next iteration.
         """
         until = self._context.clock() + VERIFY_SLICE_S
         self._collect()
@@ -99,7 +103,7 @@ class BlockVerifier:
                 return
 
     def discard_all(self) -> None:
-        """Drop all blocks in flight or unverified, and free their slots.
+        """Discard all batches that are in flight or not verified yet (see `_discard`).
 
         Call this only after `Agent.fence` or `Agent.close`, when no transfer touches the memory.
         """
@@ -156,10 +160,10 @@ class BlockVerifier:
         self._discard(batch)
 
     def _verify(self, batch: ReadBatch) -> list[int]:
-        """Copy the blocks whose checksums match into the KV cache (`SlotMemory.commit`).
+        """Verify a batch, and copy the blocks whose checksums match into the KV cache.
 
-        Blocks that differ from their checksums are read again, unless a block of the batch differs
-        for the second time.
+        Blocks that differ from their checksums are read again. If one of them differs for the
+        second time, no block is read again.
 
         Returns:
             The positions of blocks that differ from their checksums for the second time.

@@ -63,7 +63,7 @@ class ConsumerSide:
     def add_wait(self, transfer_id: str, wait: LoadWait) -> None:
         """Send heartbeats for a load that waits for memory, so that the producer keeps the blocks.
 
-        The heartbeats end when the producer is lost. A load that has begun sends heartbeats itself.
+        These heartbeats end when `begin` starts the load, or when the producer is lost.
         """
         try:
             lead_peer = self._peers.connect(
@@ -74,7 +74,7 @@ class ConsumerSide:
         self._waits[transfer_id] = lead_peer
 
     def begin(self, request: LoadRequest) -> None:
-        """Begin a load, which sends its own heartbeats."""
+        """Begin a load. The load's own heartbeats replace those of `add_wait`."""
         self._waits.pop(request.transfer_id, None)
         self._loads.begin(request, self._clock())
 
@@ -86,9 +86,10 @@ class ConsumerSide:
             self._loads.update_state(load, now)
 
     def fail_all(self, reason: str) -> Iterator[tuple[str, LoadResult]]:
-        """Fail every load. Return the results that `run_round` has not yielded.
+        """Fail and end every load. Call this only after closing the agent.
 
-        Call this only after closing the agent.
+        Returns:
+            The transfer ids and results of the loads that `run_round` has not yielded.
         """
         now = self._clock()
         self._verifier.discard_all()
@@ -138,7 +139,7 @@ class ConsumerSide:
     def take_fence(self) -> bool:
         """Return whether `run_round` has called `Agent.fence` since the last call of this function.
 
-        After a fence the agent has no peers, including the peers of the producer side.
+        A fence removes all peers of the agent, including the peers of the producer side.
         """
         has_fenced, self._has_fenced = self._has_fenced, False
         return has_fenced
@@ -165,8 +166,8 @@ class ConsumerSide:
     def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
         """Yield (peer, PUBLISH) for each notification of a producer's write.
 
-        An invalid notification does not fail the peer, because any agent can send a notification
-        under the peer's name.
+        An invalid notification is ignored. It does not fail the peer, because any agent can send a
+        notification under the peer's name.
         """
         for sender, messages in self._agent.get_new_notifs().items():
             for peer in self._peers:
@@ -189,7 +190,7 @@ class ConsumerSide:
         self._verifier.drop_peer(peer)
 
     def _fence_needed(self, now: float) -> str:
-        """Return why all peers must be cut off from this engine's memory now; empty if not."""
+        """Return why a fence (`Agent.fence`) is needed now; empty if no fence is needed."""
         settling = [load for load in self._loads if load.state is LoadState.SETTLING]
         for load in settling:
             if now >= load.settle_deadline:

@@ -65,7 +65,7 @@ class LoadManager:
         return iter(list(self._loads.values()))
 
     def get(self, transfer_id: str) -> Load | None:
-        """Return the running load of a transfer. None: there is no such load."""
+        """Return the running load of a transfer; None if there is none."""
         return self._loads.get(transfer_id)
 
     @property
@@ -81,7 +81,7 @@ class LoadManager:
     def begin(self, request: LoadRequest, now: float) -> None:
         """Connect to the producer's worker 0, and create a load in the state HANDSHAKE.
 
-        If the connection is impossible, the load ends at once.
+        If the connection cannot be started, the load ends at once.
         """
         if request.transfer_id in self._loads:
             logger.error(
@@ -166,7 +166,7 @@ class LoadManager:
     def _open_rank_transfers(self, load: Load, now: float) -> None:
         """Connect to the workers of the producer, and create the load's per-rank transfers.
 
-        If a worker cannot be connected, fail the load.
+        Fail the load if a connection cannot be started, or if the lead peer is not worker 0.
         """
         lead = load.lead_peer
         if lead.rank != 0:
@@ -185,7 +185,7 @@ class LoadManager:
         """Send SUBSCRIBE to a ready worker of the producer.
 
         A load without blocks sends no SUBSCRIBE, only RELEASE at its end. With push, SUBSCRIBE is
-        sent after the load has its slots.
+        sent only when the load has its slots. Until then, `update_states` tries again.
         """
         load, peer, rank = rank_transfer.load, rank_transfer.peer, rank_transfer.rank
         expected, heads = load.lead_peer.ranks[rank].heads, peer.own_heads
@@ -217,7 +217,7 @@ class LoadManager:
         )
 
     def _try_take_slots(self, load: Load) -> bool:
-        """Allocate the slots of a load with push. Return false if the load must wait for them.
+        """Allocate the slots of a load with push. Return False if the load must wait.
 
         Only the load that has waited longest may take slots.
         """
@@ -229,9 +229,10 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Queue RELEASE, unless it was queued before or some blocks are in flight or unverified.
+        """Queue RELEASE, and move the per-rank transfer to QUARANTINE or ENDED.
 
-        Without an earlier SUBSCRIBE, RELEASE is queued only if the peer is ready.
+        Do nothing if RELEASE was queued before, or if blocks are in flight or not verified yet. In
+        the state HANDSHAKE, do nothing until the peer is ready.
         """
         if (
             rank_transfer.is_released
@@ -284,7 +285,7 @@ class LoadManager:
         self._finished.append((load.transfer_id, load.result()))
 
     def check_deadlines(self, now: float) -> None:
-        """Fail loads without progress, and disconnect peers whose reads do not settle in time."""
+        """Fail loads without progress, and fail peers whose reads do not end in time."""
         for load in self:
             is_overdue = load.state is LoadState.SETTLING and now >= load.settle_deadline
             for rank_transfer in load.rank_transfers:
@@ -304,7 +305,8 @@ class LoadManager:
     def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
         """Apply a message from a producer's worker to the load that the message names.
 
-        A message for an earlier load of the transfer, or from another peer, has no effect.
+        A message for an earlier load of the transfer, or from a peer that the load does not use,
+        has no effect.
         """
         if isinstance(message, side_channel.Pending):
             self._extend_deadlines(peer, message.transfer_ids, now)
@@ -328,7 +330,7 @@ class LoadManager:
                 )
 
     def _find(self, peer: Peer, transfer_id: str) -> RankTransfer | None:
-        """Return the per-rank transfer of a running load from a peer; None if there is none."""
+        """Return the per-rank transfer of a running load with `peer`; None if there is none."""
         load = self._loads.get(transfer_id)
         rank_transfers = load.rank_transfers if load is not None else ()
         return next((each for each in rank_transfers if each.peer is peer), None)
@@ -351,7 +353,7 @@ class LoadManager:
             self._verifier.read(rank_transfer, new)
 
     def record_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
-        """Record that a batch was verified. Fail the load if a block was wrong twice.
+        """Record that a batch was verified. Fail the load if `wrong` is not empty.
 
         Args:
             rank_transfer: the per-rank transfer of the batch.

@@ -102,7 +102,7 @@ class RankTransfer:
 
     @property
     def is_released(self) -> bool:
-        """Whether RELEASE was queued. A worker that is lost does not receive it."""
+        """Whether RELEASE was queued. A lost worker does not receive the message."""
         return self.state in (RankTransferState.QUARANTINE, RankTransferState.ENDED)
 
     @property
@@ -127,7 +127,7 @@ class RankTransfer:
         return self.state in (RankTransferState.HANDSHAKE, RankTransferState.ENDED)
 
     def end_writes(self) -> None:
-        """Record that the producer's worker cannot write any more.
+        """Record that the producer's worker cannot write to this engine's memory any more.
 
         Call this after RELEASED or after `Agent.fence`.
         """
@@ -139,7 +139,7 @@ class RankTransfer:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A LoadRequest, its state, its per-rank transfers and, once it has failed, the reason."""
+    """A load: its LoadRequest, its state, its per-rank transfers, and the reason if it failed."""
 
     request: LoadRequest
     #: Random number that the messages about this load carry, see `side_channel`.
@@ -183,13 +183,13 @@ class Load:
 
     @property
     def deadlines(self) -> list[float]:
-        """Times at which the load or a peer may have to fail."""
+        """Times at which `LoadManager.check_deadlines` may fail the load or a peer."""
         if self.state is LoadState.SETTLING:
             return [self.settle_deadline]
         return [each.deadline for each in self.rank_transfers if not each.is_complete]
 
     def result(self) -> LoadResult:
-        """Return how many leading blocks are verified, and the reason if the load failed."""
+        """Return the number of leading verified blocks, and the reason if the load failed."""
         if not self.rank_transfers:
             return LoadResult(0, self.error)
         unverified = np.flatnonzero(self.missing)

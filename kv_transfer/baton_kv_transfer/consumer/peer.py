@@ -63,7 +63,7 @@ def open_dealer(
         service_key: the key of this engine's service; None: the producer must have no key.
 
     Raises:
-        zmq.ZMQError: the address is invalid, or no socket is left.
+        zmq.ZMQError: the address is invalid, or the limit of open sockets is reached.
     """
     dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 1000)  # a RELEASE sent before closing still goes out
@@ -117,7 +117,8 @@ class Peer:
             now: the current time.
 
         Raises:
-            zmq.ZMQError: host and port are not an address, or no socket is left.
+            zmq.ZMQError: host and port do not form an address, or the limit of open sockets is
+                reached.
         """
         self.name = f"{peer_instance_id} at {host}:{port}"
         self.error = ""
@@ -176,14 +177,15 @@ class Peer:
                 self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
 
     def fail(self, reason: FailureReason, error: str) -> None:
-        """Mark the peer as lost. If it is lost already, keep the first error."""
+        """Mark the peer as lost. If the peer is lost already, keep the first error."""
         if not self.error:
             self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
     def receive(self, now: float) -> list[TransferMessage]:
         """Receive messages: do the handshake, and return the messages about transfers.
 
-        Mark the peer as lost if it refused, disconnected, was silent or sent an invalid message.
+        Mark the peer as lost if it refused, disconnected, sent an invalid message, or did not
+        complete the handshake in time.
         """
         messages: list[TransferMessage] = []
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
@@ -330,7 +332,7 @@ class Peer:
         self._state = PeerState.READY
 
     def _refuse(self, why: str) -> None:
-        """Refuse the peer in the handshake, and mark the peer as lost."""
+        """Count a refused handshake, and mark the peer as lost."""
         self._context.stats.handshakes_refused += 1
         self.fail(FailureReason.REFUSED, why)
 

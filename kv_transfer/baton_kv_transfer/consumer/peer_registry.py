@@ -25,7 +25,7 @@ class PeerRegistry:
         return iter(list(self._known.values()))
 
     def describe_memory(self) -> None:
-        """Create the description of this worker's memory that later handshakes send.
+        """With push, create the description of this worker's memory for later handshakes.
 
         Call this again after a fence (`Agent.fence`), because the agent has new metadata then.
         """
@@ -37,7 +37,8 @@ class PeerRegistry:
         """Return the peer with this address and instance id. Connect if there is no connection.
 
         Raises:
-            zmq.ZMQError: host and port are not an address, or no socket is left.
+            zmq.ZMQError: host and port do not form an address, or the limit of open sockets is
+                reached.
         """
         key = (host, port, peer_instance_id)
         if key not in self._known:
@@ -55,7 +56,8 @@ class PeerRegistry:
         """Connect to the producer's workers that share heads with this worker.
 
         Args:
-            lead_peer: the producer's first worker, which names all workers when it is ready.
+            lead_peer: the producer's first worker, which names all workers. Until this peer is
+                ready, the result has no workers.
             now: the current time.
 
         Returns:

@@ -8,7 +8,7 @@ from baton_kv_transfer.side_channel import Publish
 
 
 class PublishError(Exception):
-    """A PUBLISH after which the load must fail: invalid, or of another prompt."""
+    """Raised for a PUBLISH that is invalid or belongs to another prompt. The load must fail."""
 
     def __init__(self, reason: FailureReason, why: str) -> None:
         super().__init__(why)
@@ -24,8 +24,8 @@ def record_published(rank_transfer: RankTransfer, message: Publish) -> list[int]
         The positions of the blocks that were not published before.
 
     Raises:
-        PublishError: a slot or an index is invalid, a block has other tokens than the request, a
-            write came after RELEASED, or a block is missing in the last PUBLISH.
+        PublishError: a block is invalid or has other tokens than the request, a write came after
+            RELEASED, or blocks are missing after the last PUBLISH.
     """
     load, request, peer = rank_transfer.load, rank_transfer.load.request, rank_transfer.peer
     if message.written and load.push and rank_transfer.state is not RankTransferState.PUSHING:

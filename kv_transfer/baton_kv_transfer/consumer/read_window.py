@@ -38,10 +38,10 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
 
 
 def _take_slots(memory: SlotMemory, block_ids: list[int]) -> list[int]:
-    """Allocate and return slots for the blocks, or only for the leading blocks.
+    """Return slots for the blocks, or for fewer leading blocks if too few slots are free.
 
-    The number of blocks is halved until there are enough free slots. The result is empty if no slot
-    is free.
+    The number of blocks is halved until enough slots are free. The result is empty if no slot is
+    free.
     """
     while block_ids:
         slots = memory.accept(block_ids)
@@ -115,6 +115,6 @@ class ReadWindow:
         return None
 
     def release(self, batch: ReadBatch) -> None:
-        """Remove a batch from the bytes in flight. Call this after its read has ended."""
+        """Stop counting a batch as in flight. Call this after the batch's read has ended."""
         self._inflight_bytes -= batch.nbytes
         self._stats.inflight_bytes -= batch.nbytes

@@ -43,7 +43,9 @@ SumRuns = Callable[[NDArray[np.int64], int], NDArray[np.uint64]]
 
 
 def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
-    """Return the word sum (`sum` in the module's formula) of each run of host memory: [n].
+    """Return the word sum of each run of host memory: [n].
+
+    A run is a contiguous range of memory. The word sum is `sum` in the module's formula.
 
     Args:
         addresses: address of each run, [n].
@@ -95,7 +97,7 @@ def bind(
 
 @functools.lru_cache(maxsize=8)
 def _factors(start: int, count: int) -> NDArray[np.uint64]:
-    """Return the weight factors u(k) for k in [start, start + count)."""
+    """Return u(k) of the module's formula, for k in [start, start + count)."""
     z = np.arange(start, start + count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -97,7 +97,7 @@ class StagedMemory(SlotMemory):
         """Copy the verified heads of each slot into its block. See SlotMemory.
 
         Raises:
-            ValueError: a slot is not the slot that `accept` returned for the block.
+            ValueError: `accept` did not return this slot for this block.
         """
         for slot, block_id in zip(slots, block_ids, strict=True):
             if self._used.get(slot) != block_id:
@@ -122,7 +122,7 @@ class StagedMemory(SlotMemory):
         """Return the word sum of each slot. See SlotMemory.
 
         Raises:
-            ValueError: a slot is free.
+            ValueError: a slot is not in use.
         """
         self._check_used(slots)
         return self._staging.block_sums(slots, heads)

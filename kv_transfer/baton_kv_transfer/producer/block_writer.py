@@ -92,7 +92,8 @@ class BlockWriter:
     def write_queued(self) -> Iterator[EndedWrite]:
         """Yield ended writes. Post queued blocks, up to each peer's limit of bytes in flight.
 
-        After a failed write, the caller may stop subscribers before further blocks are posted.
+        Each ended write is yielded before further blocks are posted. So the caller can stop
+        subscribers after a failed write.
         """
         for write in list(self._in_flight):
             state = self._agent.check_xfer_state(write.handle)
@@ -105,7 +106,7 @@ class BlockWriter:
                 del self._windows[name]
 
     def _post_queued(self, window: _PeerWindow) -> Iterator[EndedWrite]:
-        """Post queued blocks to one peer. Yield writes that cannot be posted."""
+        """Post queued blocks to one peer. Yield an EndedWrite for each write that fails to post."""
         while window.turns:
             subscriber = window.turns[0]
             if not subscriber.queue:  # stopped

@@ -44,7 +44,8 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 
     Args:
         address: ZeroMQ address to bind.
-        service_key: consumers without this key cannot connect. None: every consumer can connect.
+        service_key: only consumers with this key can connect. None: only consumers without a key
+            can connect.
 
     Raises:
         OSError: the address is in use, or not of this machine.
@@ -77,7 +78,7 @@ class ProducerSide:
 
         Args:
             context: state shared with the consumer side.
-            router: socket from `open_router`, which `close` closes.
+            router: socket from `open_router`. The method `close` closes it.
         """
         self._router = router
         self._stats = context.stats
@@ -153,7 +154,8 @@ class ProducerSide:
     def _receive(self, now: float) -> bool:
         """Receive and carry out messages of consumers.
 
-        Return True if the socket has no more messages.
+        Return True if the socket has no more messages, and False if the limit of messages per round
+        is reached.
         """
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:
@@ -212,7 +214,7 @@ class ProducerSide:
         self.transfers.drop_sessions(self._sessions.fail(session, reason))
 
     def _forget(self, identity: bytes, reason: str) -> None:
-        """Remove the session of a connection, and stop publishing and writing to it."""
+        """Remove the session of a connection, and stop publishing and writing to the consumer."""
         self.transfers.drop_sessions(self._sessions.forget(identity, reason))
 
     def _refuse(self, identity: bytes, reason: str) -> None:

@@ -28,7 +28,7 @@ PART_BYTES = 16 * 2**20
 
 
 class Publisher:
-    """Makes blocks available to subscribers: with PUBLISH messages, or with push by writes."""
+    """Makes blocks available to subscribers, by PUBLISH messages or, with push, by writes."""
 
     def __init__(self, context: ConnectorContext, writer: BlockWriter, send: Send) -> None:
         """Create a publisher.
@@ -43,7 +43,7 @@ class Publisher:
         self._send = send
 
     def send_blocks(self, subscriber: Subscriber, blocks: Sequence[OfferedBlock]) -> None:
-        """Publish the blocks that the subscriber requested. With push, queue their writes."""
+        """Publish those of `blocks` that the subscriber requested. With push, queue writes."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
@@ -59,9 +59,9 @@ class Publisher:
     def publish(
         self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
     ) -> None:
-        """Send PUBLISH for blocks. If all blocks were published, mark the message as the last one.
+        """Send PUBLISH for `blocks`. If no more blocks follow, mark it as the last one.
 
-        Send nothing if there are no blocks and the message would not be the last one.
+        Without blocks, PUBLISH is sent only if it is the last one.
 
         Args:
             subscriber: the receiver.
@@ -99,7 +99,7 @@ class Publisher:
             self._send(subscriber.session.identity, cancelled)
 
     def confirm(self, subscriber: Subscriber) -> None:
-        """Send RELEASED to a subscriber with push. No write to the subscriber may be in flight."""
+        """Send RELEASED to a subscriber with push, after all writes to it have ended."""
         subscriber.is_confirmed = True
         self._stats.send_seconds += subscriber.last_write - subscriber.first_write
         released = side_channel.Released(subscriber.transfer.transfer_id, subscriber.generation)

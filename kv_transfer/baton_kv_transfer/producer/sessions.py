@@ -77,7 +77,10 @@ class SessionRegistry:
         self._next_probe = 0.0
 
     def find(self, identity: bytes, now: float) -> Session | None:
-        """Return the OPEN session of a connection that sent a message; None if there is none."""
+        """Return the OPEN session of a connection, and record that a message has arrived.
+
+        The result is None if the connection has no OPEN session.
+        """
         session = self._open.get(identity)
         if session is not None:
             session.last_seen = now
@@ -147,7 +150,8 @@ class SessionRegistry:
         """Remove the session of a connection.
 
         Returns:
-            A list with the session if it was OPEN or FAILED; an empty list in other cases.
+            A list with the session if it was OPEN or FAILED. An empty list if the handshake was
+            pending, or if there was no session.
         """
         self._pending.pop(identity, None)
         session = self._open.pop(identity, None)
@@ -181,9 +185,9 @@ class SessionRegistry:
     def take_silent(self, now: float) -> list[bytes]:
         """Return the identities of silent connections, which the caller must probe.
 
-        A connection is silent if no message has arrived for the time of a lease. The check runs
-        once in this time; calls in between return an empty list. Also drop handshakes that have
-        timed out.
+        A connection is silent if no message has arrived for the duration of a lease. The check runs
+        at most once in this duration, and other calls return an empty list. The check also drops
+        handshakes that have timed out.
         """
         if now < self._next_probe:
             return []
@@ -224,7 +228,9 @@ class SessionRegistry:
     def _register_memory(
         self, session: Session, layout: KVCacheLayout, memory: MemoryDescription | None
     ) -> str:
-        """Add the consumer's memory to the agent.
+        """Add the consumer's agent, and prepare descriptors of the consumer's memory.
+
+        Do nothing if `memory` is None, because such a consumer reads the blocks itself.
 
         Returns:
             Why the description of the memory is invalid; empty if it is valid.
@@ -255,7 +261,8 @@ class SessionRegistry:
     ) -> list[Session]:
         """Remove and return the sessions of an agent that were opened with older memory.
 
-        The agent's name now refers to `memory`. A session with older memory must not write there.
+        The agent's name now refers to `memory`, so writes of these sessions would reach the wrong
+        memory.
         """
         lost = []
         for other in self._find_by_agent(agent_name):

@@ -181,10 +181,10 @@ class TransferManager:
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
         """Renew the leases of these transfers, and send PENDING.
 
-        PENDING names the transfers of which more blocks will be published. A consumer that has not
-        subscribed to a transfer still waits for memory. For this consumer, PENDING names the
-        transfer only until the transfer has blocks. Two engines that hold blocks and wait for each
-        other's memory must time out.
+        PENDING names the transfers of which more blocks will be published. A consumer that waits
+        for memory has not subscribed yet. For such a consumer, PENDING names the transfer only
+        until the transfer has blocks. Then the consumer can time out. Without this timeout, two
+        engines could wait for each other's memory without end.
         """
         now = self._clock()
         pending = []
@@ -290,7 +290,10 @@ class TransferManager:
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
     def _expire_transfer(self, transfer: OfferedTransfer, now: float) -> list[Session]:
-        """End expired subscriptions of a transfer, or the transfer. Return sessions to cut off."""
+        """End expired subscriptions of a transfer. Close the transfer if its deadline has passed.
+
+        Return the sessions to cut off (see `expire`).
+        """
         stalled = []
         for subscriber in list(transfer.subscribers.values()):
             if now < subscriber.deadline:
@@ -322,8 +325,8 @@ class TransferManager:
         """Renew a subscriber's lease.
 
         Returns:
-            Whether to send PENDING. False after the last PUBLISH, and while a write stalls, so that
-            the consumer's deadline applies.
+            Whether to send PENDING. False after the last PUBLISH and while a write stalls. Then the
+            consumer's own deadline is not extended.
         """
         until = now + self._lease_s
         if subscriber.all_published_at:
@@ -345,9 +348,10 @@ class TransferManager:
     def _admit(
         self, transfer: OfferedTransfer, session: Session, message: side_channel.Subscribe
     ) -> str:
-        """Add a subscriber to an offered transfer, and send it the blocks so far.
+        """Add a subscriber to an offered transfer, and publish the present blocks to it.
 
-        A repeated SUBSCRIBE has no effect until the subscriber has left.
+        A repeated SUBSCRIBE has no effect. It is refused after the subscriber has left and its
+        writes have ended.
 
         Returns:
             Why the SUBSCRIBE is refused; empty if it is not refused.
@@ -474,8 +478,8 @@ class TransferManager:
 
         Args:
             transfer: the transfer of the lease.
-            limit_s: the limit in seconds up to which heartbeats renew the lease, if the lease ended
-                at this limit. None: the lease ended because no heartbeat arrived in time.
+            limit_s: the longest time in seconds for which heartbeats can renew the lease, if the
+                lease ended after this time. None: no heartbeat arrived in time.
         """
         self._stats.leases_expired += 1
         logger.warning(
@@ -488,7 +492,7 @@ class TransferManager:
         )
 
     def _deadline_in(self, seconds: float) -> float:
-        """Return the time `seconds` from now, and make the connector's thread wake up then."""
+        """Return the time `seconds` from now. The connector's thread wakes up by then."""
         deadline = self._clock() + seconds
         self._next_expiry = min(self._next_expiry, deadline)
         return deadline

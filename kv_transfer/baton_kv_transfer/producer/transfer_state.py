@@ -163,7 +163,8 @@ def explain_invalid(
 ) -> str:
     """Return why SUBSCRIBE or RELEASE is invalid; empty if it is valid.
 
-    `explain_refusal` checks the transfer itself, which may not be offered yet.
+    This check does not need the transfer, which may not be offered yet. `explain_refusal` checks
+    the message against the transfer.
 
     Args:
         layout: layout of the producer's worker.
@@ -216,7 +217,7 @@ def explain_refusal(
 ) -> str:
     """Return why a transfer refuses SUBSCRIBE or RELEASE; empty if it accepts the message.
 
-    Each worker of the instance to which the transfer is offered is accepted once.
+    Only workers of the instance to which the transfer is offered are accepted, each of them once.
     """
     if session.instance_id != transfer.peer_instance_id:
         return (

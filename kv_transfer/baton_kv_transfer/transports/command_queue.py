@@ -73,7 +73,7 @@ class CommandQueue:
     def close(self) -> bool:
         """Refuse further commands, and wake the owner.
 
-        Return False, and do nothing, if the queue is closed already.
+        Return True. If the queue is closed already, do nothing and return False.
         """
         with self._lock:
             if self.closed:

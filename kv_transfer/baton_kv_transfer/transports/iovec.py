@@ -57,7 +57,7 @@ def lengths_of(iovec: bytes | bytearray) -> memoryview:
 
 
 def total_bytes(iovec: bytes | bytearray) -> int:
-    """Return the sum of the lengths of all runs in bytes, exact up to 2^53.
+    """Return the sum of the lengths of all runs, in bytes. Sums up to 2^53 are exact.
 
     The sum is meaningless if a length is negative. `count_outside` finds runs of negative length.
     """
@@ -67,7 +67,7 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
-    """Return, for each run, the sum of the lengths of this run and all earlier runs in bytes."""
+    """Return the cumulative sums of the lengths of the runs, in bytes."""
     if _are_few(iovec):
         return list(accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]

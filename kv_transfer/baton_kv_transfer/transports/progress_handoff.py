@@ -29,7 +29,7 @@ AWAY_NS = 1_000_000
 
 
 class Holder(enum.Enum):
-    """The holder of the transports' work: the transports' thread, a waiting user, or none."""
+    """The thread that has the transports' work: the transports' thread, a waiting user, or none."""
 
     THREAD = enum.auto()
     NONE = enum.auto()
@@ -37,7 +37,10 @@ class Holder(enum.Enum):
 
 
 class ProgressHandoff:
-    """Records which thread does the transports' work. At first, the transports' thread does it."""
+    """Records which thread does the transports' work. At first, the transports' thread does it.
+
+    A user is another thread that waits for the agent, and may do the work while it waits.
+    """
 
     def __init__(self) -> None:
         self.holder = Holder.THREAD
@@ -66,10 +69,11 @@ class ProgressHandoff:
         return True
 
     def hand_back(self, more: bool) -> None:
-        """Hand the work back. The user that holds the work calls this.
+        """Give up the work. Only the user that has the work calls this.
 
         Args:
-            more: whether work is left that can be done without waiting for an event.
+            more: whether work is left that can be done without waiting for an event. If so, the
+                transports' thread takes the work at once.
         """
         with self._lock:
             self.holder = Holder.THREAD if more else Holder.NONE
@@ -95,8 +99,8 @@ class ProgressHandoff:
         The thread calls this after its wait for events.
 
         Returns:
-            Whether the thread may work now. If False, wait for the timer and call again. After
-            `close`, the result is always True, even if a user still does the work.
+            Whether the thread may work now. If False, wait for the reclaim timer and call again.
+            After `close`, the result is always True, even if a user still does the work.
         """
         with self._lock:
             self._thread_polls = False

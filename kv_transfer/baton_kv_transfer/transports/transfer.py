@@ -85,7 +85,7 @@ class Transfer(Post):
             peer: name of the peer.
             local: rows of local memory, [n, 3].
             remote: rows of the peer's memory with the same lengths, [n, 3].
-            notif: sent to the peer when all rows were moved; empty for none.
+            notif: notification for the peer, sent when all rows were moved; empty for none.
         """
         super().__init__()
         self.op, self.peer, self.notif = op, peer, notif

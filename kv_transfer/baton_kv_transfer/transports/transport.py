@@ -30,9 +30,9 @@ class TransportContext:
         Args:
             thread: the agent's thread, not started yet.
             name: name of the agent.
-            host: address at which the transport listens and peers reach it.
-            deliver: called by the thread with (sender, notification).
-            wakeup: called after a transfer ended.
+            host: address at which the transport listens for peers.
+            deliver: called with (sender, notification) when a notification arrives.
+            wakeup: called after a transfer has ended.
         """
         self.thread, self.name, self.host = thread, name, host
         self.deliver, self.wakeup = deliver, wakeup
@@ -112,4 +112,4 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the transport. The agent's thread calls this last."""
+        """Close the transport. The agent's thread calls this at its end."""

@@ -63,9 +63,10 @@ class CopyJob:
 class _Waiting:
     """The context manager of `TransportThread.waiting`.
 
-    On entry the user takes the work, unless another thread has it. `with` then gives the descriptor
-    to wait for, otherwise None. On exit the user does the work that it has. This is a class because
-    a context manager made from a generator function would be slower.
+    On entry, the calling thread takes the transports' work, unless another thread has the work. The
+    value of `with` is the descriptor to wait for, or None without the work. On exit, a caller that
+    took the work does the work. This is a class because a context manager made from a generator
+    function would be slower.
     """
 
     def __init__(self, thread: TransportThread) -> None:
@@ -85,8 +86,8 @@ class TransportThread:
     """The thread that all transports of an agent share.
 
     Any thread may use `commands`, `waiting`, `on_event`, `start` and `close`. After `start`, only
-    handlers, commands, timers and copies may call the other methods. All of them run in the thread
-    that does the work.
+    handlers, commands, timers and copies may call the other methods. Handlers, commands, timers and
+    copies run in the thread that does the work, see `progress_handoff`.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,7 +132,8 @@ class TransportThread:
         """Set the function that is called in every turn of the work.
 
         Args:
-            progress: returns whether it can do more work without waiting for an event.
+            progress: the function. It returns whether it can do more work without waiting for an
+                event.
         """
         self._progress = progress
 
@@ -152,7 +154,7 @@ class TransportThread:
         A user that does the work then leaves `waiting`.
 
         Returns:
-            Whether to wake the users. False: the calling thread is the only user.
+            Whether the caller must wake the users. False: the calling thread is the only user.
         """
         self._has_event = True
         me = threading.get_ident()
@@ -188,7 +190,7 @@ class TransportThread:
             self._epoll.unregister(fd)
 
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
-        """Call `command` in the thread after `delay_s`."""
+        """Call `command` after `delay_s` seconds, in the thread that does the work."""
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
 
     def take_jobs(self, owner: object) -> list[CopyJob]:

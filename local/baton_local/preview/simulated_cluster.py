@@ -22,7 +22,7 @@ GONE_AFTER = timedelta(seconds=1)
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the simulated cluster behaves."""
+    """The behavior of the simulated cluster."""
 
     #: Time from the binding of a pod to a node until the pod serves.
     ready_after_s: float = 30.0

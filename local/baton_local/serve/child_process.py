@@ -31,7 +31,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
-        """Start `command` with this process's environment and `env`."""
+        """Start `command` with this process's environment, extended by `env`."""
         # In a session of its own, so that Ctrl-C reaches only this process, which ends the children
         # in order.
         process = await asyncio.create_subprocess_exec(
@@ -78,7 +78,10 @@ class ChildProcess:
                 self.process.send_signal(signum)
 
     async def end(self, timeout_s: float) -> None:
-        """End the child with SIGTERM. After `timeout_s`, kill its process group with SIGKILL."""
+        """Send SIGTERM to the child, and wait until it has ended.
+
+        If the child has not ended after `timeout_s` seconds, send SIGKILL to its process group.
+        """
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):

@@ -74,7 +74,7 @@ async def ask(
 
 
 async def ask_message(endpoint: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """Send a chat completion request with this body, and return the assistant's message.
+    """Send `body` as a chat completion request, and return the assistant's message.
 
     Raises:
         AskError: the endpoint refused the request or did not respond.
@@ -88,7 +88,7 @@ async def ask_message(endpoint: str, body: dict[str, Any], *, timeout_s: float) 
 async def _chat(
     endpoint: str, body: dict[str, Any], timeout_s: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Send a chat completion request with this body, and yield the response.
+    """Send `body` as a chat completion request, and yield the response.
 
     Raises:
         AskError: the endpoint refused the request, or did not respond in time.

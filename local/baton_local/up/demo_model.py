@@ -19,18 +19,18 @@ DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_checkpoint"
 
 
 class ModelError(Exception):
-    """Raised when the model cannot be provided. The message names the correction."""
+    """Raised when the model cannot be provided. The message says how to correct this."""
 
 
 def provide_model(model: Path | None, service: Object, state: StateDir) -> Path | None:
     """Create a link to the model's folder, so that pods find the model at spec.model.uri.
 
     Returns:
-        The folder: --model, or DEMO_CHECKPOINT if the URI is DEMO_MODEL_URI. None: no link is
-        created, because spec.model.uri names the model.
+        The folder: `model` (the value of --model) if set, else DEMO_CHECKPOINT. None: no link is
+        created, because `model` is None and spec.model.uri is not DEMO_MODEL_URI.
 
     Raises:
-        ModelError: --model is not a checkpoint, or spec.model.uri is not a folder.
+        ModelError: --model is not a checkpoint, or spec.model.uri is not a valid `file://` URI.
     """
     shutil.rmtree(state.host_root, ignore_errors=True)  # links of the last cluster
     uri = str(service.get("spec", {}).get("model", {}).get("uri"))

@@ -70,7 +70,7 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
 def _wait_for_answer(
     supervisor: subprocess.Popen[bytes], state: StateDir, timeout_s: float
 ) -> ClusterInfo:
-    """Wait until the service has answered. Return the description of the running cluster.
+    """Wait until the service has answered. Return the ClusterInfo that `baton up` wrote.
 
     Args:
         supervisor: the process of `baton up`.

@@ -11,8 +11,8 @@ from baton_protocol.options.config import GATEWAY_METRICS_PORT
 async def are_gateways_connected(pods: list[PodStatus]) -> bool:
     """Return whether every ready gateway is connected to all ready engines.
 
-    A gateway connects to an engine a moment after the engine is ready. The result is False if no
-    gateway is ready.
+    A gateway connects to an engine shortly after the engine becomes ready. The result is False if
+    no gateway is ready, or if the metrics of a gateway cannot be read.
     """
     gateways = [pod for pod in pods if pod.role == "gateway" and pod.ready]
     try:
@@ -35,7 +35,10 @@ async def _metrics(gateway: PodStatus) -> str:
 
 
 def _num_engines_ready(metrics: str, role: str) -> float:
-    """Return the number of ready engines of `role` in a gateway's metrics; 0 without the metric."""
+    """Return the number of ready engines of `role` in a gateway's metrics.
+
+    The result is 0 if the metric is missing.
+    """
     name = f'baton:engines_ready{{role="{role}"}} '
     values = [line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name)]
     return float(values[0]) if values else 0.0

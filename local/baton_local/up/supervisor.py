@@ -58,7 +58,7 @@ RBAC = Path(__file__).parents[1] / "rbac"
 
 
 class UpError(Exception):
-    """Raised for an error that the user can correct. The message names the correction."""
+    """Raised for an error that the user can correct. The message says what to correct."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class UpOptions:
 
     @property
     def answer_timeout_s(self) -> float:
-        """Longest time from the start of `baton up` to its last answer: the sum of all timeouts.
+        """Longest time from the start of `baton up` to the last answer: the sum of all timeouts.
 
         CONTROL_PLANE_TIMEOUT_S applies to two steps: the start of the control plane and the
         creation of the CRD. `timeout_s` applies to three steps: the wait for Ready, the wait for
@@ -90,7 +90,8 @@ class UpOptions:
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     """Run `baton up`, and return the exit status.
 
-    The status is 0 after the answer (with --once) or a shutdown, and 1 after an error.
+    With --once, the status is 0 if the service has answered. Without --once, it is 0 if SIGINT or
+    SIGTERM ended the run. Otherwise, it is 1.
     """
     try:
         documents, service = _read_service(options.file)
@@ -205,7 +206,7 @@ class _Supervisor:
         self.cluster.start(Component("operator", command, {"POD_IP": "127.0.0.1"}))
 
     async def _apply_file(self, api: ClusterApi) -> None:
-        """Apply the user's file, and write the description of the cluster for other commands."""
+        """Apply the objects of the user's file. Then write the ClusterInfo without an endpoint."""
         file = self.options.file
         try:
             await api.apply([as_kubectl_applies(document) for document in self.documents])
@@ -214,7 +215,7 @@ class _Supervisor:
         self._record(endpoint="")
 
     def _record(self, endpoint: str) -> None:
-        """Write the description of the running cluster for other commands.
+        """Write the ClusterInfo with which other `baton` commands find the running cluster.
 
         Args:
             endpoint: URL at which the service has answered; empty before its first answer.
@@ -269,7 +270,7 @@ class _Supervisor:
             self.console.print(escape(str(error)), style="dim")
 
     async def _watch(self, api: ClusterApi) -> None:
-        """Restart ended components and show changes of the service, until `stopped` is set."""
+        """Until `stopped` is set, restart ended components and show the service's status."""
         exists = True
         while not self.stopped.is_set():
             for component in self.cluster.heal():
@@ -317,9 +318,10 @@ class _Supervisor:
             self.console.out("  " + line, highlight=False)
 
     async def _answer(self, api: ClusterApi, status: ServiceStatus) -> None:
-        """Send one prompt, stream the answer, and print its timing and the KV transfer.
+        """Send one prompt, and print the answer, its timing and the size of the KV transfer.
 
-        With --agent, an agent answers a second question before the KV transfer is printed.
+        With --agent, an agent answers a second question before the size is printed. The size
+        includes the transfers for the agent's requests.
         """
         options, console = self.options, self.console
 

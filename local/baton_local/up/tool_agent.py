@@ -33,16 +33,16 @@ class Tool:
     run: Callable[..., Awaitable[str]]
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool as an entry of `tools` in a request."""
+        """Return this tool as an entry of the field `tools` of a chat completion request."""
         return tool_entry(self.name, self.description, self.parameters)
 
 
 def tool_entry(
     name: str, description: str, parameters: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a function as an entry of `tools` in a request.
+    """Return a function as an entry of the field `tools` of a chat completion request.
 
-    The arguments are described in `Tool`.
+    `Tool` describes the arguments.
     """
     schema = {"type": "object", "properties": parameters, "required": list(parameters)}
     function = {"name": name, "description": description, "parameters": schema}
@@ -78,16 +78,16 @@ async def run_agent(
 ) -> str | None:
     """Send a question and run the tools that the model calls, until the model answers.
 
-    Each call, each result and the answer are passed to `print_line`.
+    Each tool call, each result and the answer are passed to `print_line`.
 
     Args:
         endpoint: URL of the endpoint, without `/v1`.
         model: name of the served model.
-        question: text of the user.
+        question: text of the user message.
         tools: functions that the model can call.
-        max_tokens: limit on the tokens of one reply.
-        timeout_s: longest time of one request.
-        print_line: prints one line.
+        max_tokens: maximum number of tokens in one reply of the model.
+        timeout_s: timeout of each request, in seconds.
+        print_line: called with each line to print.
 
     Returns:
         The answer. None: the model still called tools after MAX_TURNS requests.
@@ -126,7 +126,7 @@ async def run_agent(
 
 
 async def _run_tool(tool: Tool, arguments: str) -> str:
-    """Return the result of a call, or the error as a text for the model."""
+    """Return the result of a tool call, or the text of the error for the model."""
     try:
         return await tool.run(**json.loads(arguments))
     except (TypeError, ValueError) as error:  # wrong names of arguments, or wrong values

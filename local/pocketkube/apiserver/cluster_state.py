@@ -17,9 +17,9 @@ _BY_CLUSTER = WriteOptions("pocketkube")
 
 
 class ClusterState:
-    """The state of one cluster.
+    """The API objects of one cluster, and the classes that operate on them.
 
-    It begins with the standard namespaces of Kubernetes and their `default` service accounts.
+    A new cluster has the standard namespaces of Kubernetes and their `default` service accounts.
     """
 
     def __init__(

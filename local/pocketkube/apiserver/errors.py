@@ -79,7 +79,7 @@ def type_name(value: object) -> str:
 
 
 class ApiError(Exception):
-    """A refused request. The error has the HTTP status code and the parts of a metav1.Status."""
+    """An error response: an HTTP status code and the fields of a metav1.Status."""
 
     def __init__(
         self, code: int, reason: str, message: str, details: dict[str, Any] | None = None

@@ -21,7 +21,7 @@ DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
 
 
 def lookup(obj: Object, path: str) -> Any:
-    """Return the field of `obj` at a path such as `.spec.replicas`; None if it is missing."""
+    """Return the field of `obj` at a path such as `.spec.replicas`; None if missing."""
     value: Any = obj
     for name in path.strip(".").split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -45,7 +45,7 @@ SCALE = Subresource("scale", READ_UPDATE, "Scale", "autoscaling", "v1")
 
 @dataclass(frozen=True)
 class Resource:
-    """One served kind in one version."""
+    """A kind that the API server serves, in one API version."""
 
     group: str
     version: str
@@ -71,7 +71,7 @@ class Resource:
 
     @property
     def qualified(self) -> str:
-        """The name that messages use: `pods`, `deployments.apps`."""
+        """The plural name with the API group, as in error messages: `pods`, `deployments.apps`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property

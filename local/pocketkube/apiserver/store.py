@@ -24,7 +24,7 @@ DEFAULT_WINDOW = 2000
 
 
 class ExpiredError(Exception):
-    """The requested resource version is older than the history, or later than the current one."""
+    """The requested resource version is older than the kept events, or above the current one."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StoreEvent:
 
 @dataclass
 class _Collection:
-    """The objects of one storage key and their recent changes."""
+    """The objects with one storage key, such as `pods`, and the recent changes of the objects."""
 
     #: Versions up to this one are not in `history`.
     floor: int
@@ -55,7 +55,7 @@ class _Collection:
 
 
 def _terms(storage: str, obj: Object) -> Iterator[Term]:
-    """Yield the index terms of an object: uid, owners, labels, a Service's address."""
+    """Yield the terms by which the index finds an object: uid, owners, labels, Service address."""
     metadata = obj["metadata"]
     yield "uid", metadata["uid"]
     for owner in metadata.get("ownerReferences") or ():
@@ -89,11 +89,14 @@ class Store:
         self._listeners.append(listener)
 
     def open(self, storage: str) -> None:
-        """Create an empty collection for `storage`, unless it exists."""
+        """Create an empty collection for the storage key `storage`, unless one exists."""
         self._collections.setdefault(storage, _Collection(self._version))
 
     def close(self, storage: str) -> None:
-        """Remove the empty collection of `storage`, and end all its watches."""
+        """Remove the collection of the storage key `storage`, and end the collection's watches.
+
+        The collection must be empty.
+        """
         collection = self._collections.pop(storage, None)
         for queue in collection.subscribers if collection else ():
             queue.put_nowait(None)
@@ -105,9 +108,9 @@ class Store:
         return self._collections[storage].objects.get((namespace, name))
 
     def find(self, *term: str) -> list[tuple[str, Object]]:
-        """Return (storage, object) for each object with the index term `term`.
+        """Return (storage key, object) for each object that the index lists under `term`.
 
-        The term is `"uid", X`, `"owner", X` or, for Services, `"address", X`.
+        The term is `"uid", UID`, `"owner", UID` or, for Services, `"address", IP`.
         """
         return [(storage, obj) for (storage, _, _), obj in self._index.get(term, {}).items()]
 
@@ -122,8 +125,8 @@ class Store:
 
         Args:
             namespace: empty for all namespaces.
-            labels: labels (key, value) that `matches` requires. With labels, the search uses the
-                index instead of all objects.
+            labels: labels (key, value) that `matches` requires. With labels, the index preselects
+                the objects to test with `matches`.
         """
         candidates: Mapping[Any, Object] = self._collections[storage].objects
         candidates = min(
@@ -203,13 +206,14 @@ class Store:
             self._index.setdefault(term, {})[key] = event.object
 
     def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[StoreEvent | None]:
-        """Return a queue of the events after version `since`.
+        """Return a queue of the events of `storage` after version `since`.
 
-        If `since` is None, the queue has only new events. A None in the queue ends the stream.
+        If `since` is None, the queue has only new events. A None in the queue means that the watch
+        has ended.
 
         Raises:
-            ExpiredError: `since` is older than the history, or newer than the current version. The
-                latter happens after a restart of the server.
+            ExpiredError: `since` is older than the kept events, or newer than the current version.
+                A newer version was issued before a restart of the server.
         """
         collection = self._collections[storage]
         queue: asyncio.Queue[StoreEvent | None] = asyncio.Queue()

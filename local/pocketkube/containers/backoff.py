@@ -18,7 +18,7 @@ class BackoffPolicy:
         """Return the delay before the next start, in seconds.
 
         Args:
-            previous_s: the delay before the run that just ended, 0 for the first run.
+            previous_s: the delay before the run that just ended; 0 if that was the first run.
             ran_s: the duration of the run that just ended.
         """
         if previous_s <= 0 or ran_s >= self.reset_after_s:

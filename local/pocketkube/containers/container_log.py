@@ -68,7 +68,7 @@ class ContainerLog:
         self._notify()
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the next write."""
+        """Wait up to `timeout_s` for the next write or for the end of the log."""
         await wait_up_to(timeout_s, self._changed)
 
     def tail(self, max_bytes: int = 2048) -> str:
@@ -90,7 +90,7 @@ class ContainerLog:
 
 
 def rotated(path: Path) -> Path:
-    """Return the path to which the log file `path` is renamed when full."""
+    """Return the path to which the log file `path` is renamed when the file is full."""
     return path.with_name(path.name + ".1")
 
 

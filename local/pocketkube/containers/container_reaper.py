@@ -21,11 +21,11 @@ from collections.abc import Collection
 def find_processes(sessions: Collection[int], marker: str) -> list[int]:
     """Return the pids of all processes in `sessions` or with `marker` in their environment.
 
-    The marker finds daemons that left their session. The session finds processes that overwrote
-    their environment.
+    A daemon that left its session is found by the marker. A process that overwrote its environment
+    is found by its session.
 
     Args:
-        sessions: session ids. A process group with one of these numbers also matches.
+        sessions: session ids. Processes whose process group has one of these ids also match.
         marker: an environment variable, as "NAME=value".
     """
     needle = b"\0" + marker.encode() + b"\0"
@@ -71,7 +71,7 @@ def kill_all(sessions: Collection[int], marker: str, timeout_s: float) -> bool:
 
 
 def main(marker: str) -> int:
-    """Read sessions from standard input until it closes, then kill their processes.
+    """Read session ids from standard input. When it closes, kill the processes in the sessions.
 
     Also kill all other processes with `marker` in their environment.
 

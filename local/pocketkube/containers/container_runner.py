@@ -39,7 +39,7 @@ _MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The clients and settings of the kubelet, which all its pods share."""
+    """The clients and settings that all pods of the kubelet share."""
 
     api: KubeClient
     #: CA of the API server, in PEM.
@@ -138,7 +138,7 @@ class ContainerRunner:
         return policy == "Never"
 
     async def _run_once(self) -> float:
-        """Start one instance, wait for its end, and return its run time in seconds.
+        """Start one instance, wait until it ends, and return the seconds for which it ran.
 
         The result is 0 if the instance did not start.
         """
@@ -177,7 +177,7 @@ class ContainerRunner:
         return loop.time() - began
 
     async def _wait(self, process: ContainerProcess) -> int:
-        """Run the probes until `process` ends, and return its exit code."""
+        """Run the probes until `process` ends. Then clean up, and return the exit code."""
         probes = asyncio.create_task(self._run_probes(process))
         try:
             return await process.wait()
@@ -293,7 +293,7 @@ class ContainerRunner:
     ) -> None:
         """Send SIGTERM to `process`, and kill it if it still runs at `deadline()`.
 
-        `deadline()` returns an event-loop time. A later call may return an earlier time.
+        `deadline()` returns an event-loop time, which may become earlier while this method waits.
         """
         loop = asyncio.get_running_loop()
         self._event("Killing", why)
@@ -344,7 +344,7 @@ class ContainerRunner:
 
 
 def _drop_old_logs(folder: Path, restart: int) -> None:
-    """Remove the logs in `folder` of all instances before number `restart - 1`."""
+    """Remove the logs in `folder`, except those of the instances `restart - 1` and `restart`."""
     for path in folder.iterdir():
         if int(path.name.split(".")[0]) < restart - 1:
             path.unlink(missing_ok=True)
@@ -352,5 +352,5 @@ def _drop_old_logs(folder: Path, restart: int) -> None:
 
 
 def log_file(folder: Path, container: str, restart: int) -> Path:
-    """Return the path of the log of the container's instance number `restart`."""
+    """Return the path of the log of a container's instance after `restart` restarts."""
     return folder / container / f"{restart}.log"

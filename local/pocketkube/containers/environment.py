@@ -103,7 +103,7 @@ async def container_environment(
     `env` can refer to earlier variables.
 
     Args:
-        addresses: `status.podIP` and `status.hostIP`, which the pod object may not have yet.
+        addresses: values of `status.podIP` and `status.hostIP`. The pod object may still lack them.
 
     Raises:
         ConfigError: a required ConfigMap, Secret or key is missing, or a field is not supported.

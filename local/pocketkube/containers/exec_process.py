@@ -76,7 +76,7 @@ class ExecProcess:
     ) -> ExecProcess:
         """Start a command in the container whose main process is `container`.
 
-        The end of the container kills the command.
+        When the container ends, the command is killed.
 
         Raises:
             StartError: the command was not found or could not be started.
@@ -101,9 +101,9 @@ class ExecProcess:
     async def read(self, output: str) -> AsyncIterator[bytes]:
         """Yield the bytes of an output until its end.
 
-        Once `_DRAIN_S` have passed since the end of the command, yield at most `_PIPE_BYTES` more
-        bytes. A pipe cannot hold more of the command's own output, and children of the command may
-        write without end.
+        At `_DRAIN_S` after the end of the command, a pipe holds at most `_PIPE_BYTES` of the
+        command's own output. From then on, yield at most `_PIPE_BYTES` more bytes, because children
+        of the command may write without end.
         """
         fd, left = self._outputs[output].fileno(), _PIPE_BYTES
         while left > 0 and (data := await self._read(fd)):
@@ -127,8 +127,8 @@ class ExecProcess:
     async def write(self, data: bytes) -> None:
         """Write `data` to the command's standard input, and wait until all of it is written.
 
-        Data is dropped if the command has no standard input, has closed it, or ends before it has
-        read the data.
+        Data is dropped if the command has no standard input, has closed its standard input, or ends
+        before reading the data.
         """
         if self._stdin is None or self._stdin.closed:
             return
@@ -145,11 +145,11 @@ class ExecProcess:
     async def _until_ready(
         self, fd: int, add: Callable[..., None], remove: Callable[[int], bool]
     ) -> None:
-        """Wait until a read or a write of `fd` does not block, at most until `_drained`.
+        """Wait until `fd` is ready, or until `_DRAIN_S` after the end of the command.
 
         Args:
-            add: registers a callback for the event, such as `loop.add_reader`.
-            remove: unregisters it.
+            add: `loop.add_reader` to wait for data to read, or `loop.add_writer` to wait for space.
+            remove: the matching `loop.remove_reader` or `loop.remove_writer`.
         """
         ready = asyncio.get_running_loop().create_future()
 

@@ -27,7 +27,7 @@ class ProbeVerdict:
         """Record the result of one probe request.
 
         Returns:
-            `success` if enough consecutive results have this value, else None.
+            True at the success threshold, False at the failure threshold, else None.
         """
         self._run = self._run + 1 if success == self._last else 1
         self._last = success

@@ -46,7 +46,7 @@ class StartError(Exception):
 
 
 class ContainerReaper:
-    """Starts the reaper process, and sends it the sessions of the containers.
+    """Starts the reaper process, and sends the session ids of the containers to it.
 
     The reaper kills the processes of these sessions when the kubelet ends.
 
@@ -66,7 +66,7 @@ class ContainerReaper:
         """Lock the state folder and start the reaper.
 
         Raises:
-            PermissionError: other users control the state folder.
+            PermissionError: another user owns the state folder or may write to it.
             TimeoutError: another kubelet still holds the lock after `lock_timeout_s`.
         """
         # The folder will hold tokens and Secrets.
@@ -87,12 +87,12 @@ class ContainerReaper:
         self._spawn()
 
     def watch(self, session: int) -> None:
-        """Register `session`: the reaper kills its processes when the kubelet ends."""
+        """Register `session`, whose processes the reaper kills when the kubelet ends."""
         self._sessions.add(session)
         self._send(f"+{session}\n")
 
     def forget(self, session: int) -> None:
-        """Unregister `session`, whose processes have ended. The kernel may reuse its number."""
+        """Unregister `session`, whose processes have ended. The kernel may reuse the session id."""
         self._sessions.discard(session)
         self._send(f"-{session}\n")
 
@@ -159,7 +159,8 @@ class ContainerProcess:
     """The processes of a container: a command and its descendants. Create it with `start()`.
 
     Attributes:
-        environment: the environment variables of the command, with the markers.
+        environment: the environment variables of the command, including KUBELET_MARKER and
+            CONTAINER_MARKER.
         cwd: the working folder of the command.
     """
 
@@ -282,10 +283,13 @@ def spawn(
     *,
     in_terminal: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a command as the leader of a new session. The end of the kubelet kills it.
+    """Start a command as the leader of a new session.
+
+    When the kubelet ends, the kernel kills the command.
 
     Args:
-        in_terminal: `stdin` is a terminal, which becomes the session's controlling terminal.
+        in_terminal: whether `stdin` is a terminal. The terminal then becomes the controlling
+            terminal of the session.
 
     Raises:
         StartError: the command was not found or could not be started.
@@ -337,7 +341,7 @@ def on_exit(pid: int, callback: Callable[[], None]) -> None:
 
 
 def container_pids() -> dict[str, int]:
-    """Return container id -> pid of the first process, for each container on this machine.
+    """Return container id -> pid of the main process, for each container on this machine.
 
     The container ids are those in the status of pods.
     """

@@ -15,7 +15,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """CPU time that was used since the start of a process or the machine, and memory in use now."""
+    """CPU time since the start of the processes or the machine, and memory that is in use now."""
 
     cpu_s: float = 0.0
     memory_bytes: int = 0
@@ -42,7 +42,7 @@ def container_usage() -> dict[str, ResourceUsage]:
 
 
 def machine_usage() -> ResourceUsage:
-    """Return the CPU time of all CPUs since the boot, and the memory that is not available."""
+    """Return the CPU time of all CPUs since the boot, and the memory in use (total - available)."""
     cpu = Path("/proc/stat").read_text().partition("\n")[0].split()
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(text) for text in cpu[1:9])
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())

@@ -51,7 +51,7 @@ class _Token:
 def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
     """Return the pod with a service account token mounted in every container.
 
-    Containers that have a mount at `TOKEN_PATH` already stay as they are. With
+    Containers that already have a mount at `TOKEN_PATH` are not changed. With
     `automountServiceAccountToken: false`, no volume is added. API servers since Kubernetes 1.21 add
     this volume on admission.
 
@@ -142,7 +142,9 @@ class PodVolumes:
                 self._written[name] = payload
 
     def mount(self, container: Object) -> Path:
-        """Recreate the container's mounts in its folder $POCKETKUBE_POD_ROOT. Return the folder.
+        """Create a new folder with a link for each mount of the container. Return the folder.
+
+        The container's environment variable POCKETKUBE_POD_ROOT is the path of the folder.
 
         Raises:
             MountError: a mount is invalid.
@@ -178,7 +180,7 @@ class PodVolumes:
         return root
 
     def _source(self, mount: Object) -> Path:
-        """Return the target of the mount's link, a path in the volume.
+        """Return the path in the volume to which the link for `mount` must point.
 
         A `subPath` that does not exist is created as a folder.
         """
@@ -212,8 +214,8 @@ class PodVolumes:
     def _host_path(self, path: str) -> Path:
         """Return the path on this machine for the `path` of a hostPath volume.
 
-        The result is below the host root if `path` exists there, else `path` itself. `/` and paths
-        with `..` are not looked up in the host root.
+        If `path` exists in the folder `host_root`, the result is that path, else `path` itself. `/`
+        and paths with `..` are not looked up in `host_root`.
         """
         if self._host_root is not None and ".." not in PurePosixPath(path).parts:
             below = self._host_root / path.lstrip("/")
@@ -222,7 +224,7 @@ class PodVolumes:
         return Path(path)
 
     async def _payload(self, volume: Object) -> Payload | None:
-        """Return the files of a volume made from API objects; None for any other volume."""
+        """Return the files of a configMap, secret, projected or downwardAPI volume; else None."""
         if not any(kind in volume for kind in _PAYLOAD_KINDS):
             return None
         projected = volume.get("projected")

@@ -79,9 +79,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 class RealControlPlane:
-    """One kube-apiserver with etcd, controllers and scheduler.
+    """A kube-apiserver with etcd, kube-controller-manager and kube-scheduler.
 
-    Call `start()` from a long-lived thread. The processes end when the thread ends.
+    Call `start()` from a long-lived thread. The processes end when that thread ends.
 
     Args:
         assets: folder of the four binaries (see `find_assets`).
@@ -116,7 +116,7 @@ class RealControlPlane:
 
         Raises:
             ComponentError: a process has ended, or was not ready within `timeout_s`.
-            PermissionError: other users control the state folder.
+            PermissionError: another user owns the state folder or may write to it.
         """
         deadline = time.monotonic() + timeout_s
         try:

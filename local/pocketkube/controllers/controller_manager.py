@@ -152,10 +152,10 @@ class Controllers:
         await self._write_status(path, replica_set, plan.status)
 
     def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
-        """Return whether `pods` shows the last creations and deletions of pods for `replica_set`.
+        """Return whether `pods` reflects the controller's last writes for `replica_set`.
 
-        With outdated `pods`, the controller would create pods twice. If the creations and deletions
-        are older than `EXPECTATION_S`, the result is always True.
+        The writes are creations and deletions of pods. From outdated `pods`, the controller would
+        create pods twice. If the writes are older than `EXPECTATION_S`, the result is always True.
 
         Args:
             pods: the pods of `replica_set`, as last received from the watch.
@@ -185,7 +185,7 @@ class Controllers:
 
 
 def _newest(old: Object | None, new: Object | None) -> Object:
-    """Return `new`, or the last known state `old` if the object was deleted."""
+    """Return `new`, or `old` if `new` is None because the object was deleted."""
     obj = new or old
     assert obj is not None
     return obj

@@ -125,7 +125,7 @@ def deployment_status(
     """Compute the Deployment's status: pod counts and the condition Available.
 
     Args:
-        new: the ReplicaSet of the current pod template, if it exists.
+        new: the ReplicaSet of the current pod template; None if there is none.
         live: all ReplicaSets of the Deployment that are not being deleted.
     """
     desired = desired_replicas(deployment)
@@ -155,7 +155,7 @@ def deployment_status(
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
-    """Return how many replicas the new ReplicaSet may have now. maxSurge limits the number."""
+    """Return the size to which maxSurge lets the new ReplicaSet grow now."""
     desired = desired_replicas(deployment)
     surge, _ = rolling_limits(deployment)
     current = desired_replicas(new) if new else 0

@@ -10,11 +10,11 @@ from pocketkube.event_recorder import EventRecorder
 
 
 class Scheduler:
-    """Binds pods without a node to the first schedulable node, by name.
+    """Binds each pod without a node to the schedulable node whose name sorts first.
 
     Args:
-        pods: the pods of the cluster. The caller runs this cache.
-        nodes: the nodes of the cluster. The caller runs this cache.
+        pods: cache of the cluster's pods. The caller calls `pods.run()`.
+        nodes: cache of the cluster's nodes. The caller calls `nodes.run()`.
     """
 
     def __init__(

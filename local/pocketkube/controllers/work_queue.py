@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkQueue:
-    """A queue of keys, reconciled one after the other. Failed keys are retried with backoff."""
+    """A queue of object keys, reconciled one at a time. Failed keys are retried with backoff."""
 
     def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]) -> None:
         self._name = name
@@ -22,7 +22,7 @@ class WorkQueue:
         self._failures: dict[str, int] = {}
 
     def add(self, key: str) -> None:
-        """Queue `key`, unless it is queued already."""
+        """Add `key` to the queue, unless it is in the queue."""
         self._keys[key] = None
         self._filled.set()
 

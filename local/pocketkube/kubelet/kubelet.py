@@ -61,7 +61,7 @@ class Kubelet:
 
         Raises:
             TimeoutError: another kubelet holds the state folder.
-            OSError: an address is not available.
+            OSError: an address cannot be added to the loopback device or bound.
             KubeError: the API server refuses to register the node.
         """
         config = self._config
@@ -188,7 +188,7 @@ def _lookup(api: KubeClient) -> Lookup:
 
 
 async def _register(node: Node, stop: asyncio.Event) -> None:
-    """Register the node. Retry until the API server answers or `stop` is set.
+    """Register the node. While the API server is unavailable, retry until `stop` is set.
 
     Raises:
         KubeError: the API server refuses the registration.

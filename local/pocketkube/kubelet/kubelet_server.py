@@ -28,7 +28,7 @@ class KubeletServer:
     """Serves logs and the usage of containers, runs commands in them, and forwards ports of pods.
 
     Args:
-        workers: pod uid -> worker. The caller adds and removes workers while the server runs.
+        workers: pod uid -> PodWorker. The caller adds and removes workers while the server runs.
         client_authority: certificate, in PEM, of the authority that signs clients' certificates.
     """
 

@@ -21,7 +21,7 @@ STATUS_EVERY = 6
 
 
 def allocatable() -> dict[str, str]:
-    """Return the resources that the node reports, at least 64 CPUs and 512 GiB of memory.
+    """Return the resources of this machine, but at least 64 CPUs and 512 GiB of memory.
 
     The kubelet does not enforce resource limits.
     """
@@ -100,7 +100,7 @@ class Node:
             await asyncio.sleep(LEASE_RENEW_S)
 
     async def write_status(self, *, ready: bool) -> None:
-        """Write the node's status, whose condition Ready is `ready`.
+        """Write the node's status, with the condition Ready set to `ready`.
 
         Raises:
             KubeError: the API server refuses the request.

@@ -12,7 +12,7 @@ from pocketkube.loopback import LoopbackAddresses
 
 
 class AddressPool:
-    """The pool of addresses of a network. The first usable address belongs to the node."""
+    """A pool of pod addresses from a network. The first usable address belongs to the node."""
 
     def __init__(self, network: str, loopback: LoopbackAddresses):
         """Create the pool, and add the node's address to the loopback device.
@@ -56,7 +56,7 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Return `address` to the pool. No effect if `address` is free already, or an empty text.
+        """Return `address` to the pool. No effect if `address` is empty or not allocated.
 
         All processes that used the address must have ended.
         """

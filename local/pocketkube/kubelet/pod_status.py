@@ -25,7 +25,7 @@ class PodRuntime:
 
 
 def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime) -> Object:
-    """Compute the pod's status: every field that the kubelet owns.
+    """Compute the fields of the pod's status that the kubelet sets.
 
     Args:
         previous: the last status. An unchanged condition keeps its transition time.

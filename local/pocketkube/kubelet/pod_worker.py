@@ -124,7 +124,7 @@ class PodWorker:
         """Return the path of a container's log, and the `ContainerLog` that writes the file.
 
         The `ContainerLog` is None for a previous instance, and for an instance that ran under a
-        previous kubelet. The result is None if the container has no such instance.
+        previous kubelet. The whole result is None if the container has no such instance.
 
         Args:
             previous: return the log of the previous instance instead of the current one.
@@ -223,7 +223,7 @@ class PodWorker:
         return self._pool.allocate()
 
     async def _service_account(self) -> Object | None:
-        """Return the pod's service account; None if the namespace has no default account.
+        """Return the pod's service account; None if it is the default account and does not exist.
 
         Raises:
             MountError: the account that the pod names does not exist.
@@ -263,7 +263,10 @@ class PodWorker:
             self._terminate(max(self.pod["metadata"]["deletionGracePeriodSeconds"], MIN_GRACE_S))
 
     def _terminate(self, grace_s: float) -> None:
-        """End the pod within `grace_s`, or sooner if an earlier call required that."""
+        """Begin to end the pod. Processes that still run after `grace_s` are killed.
+
+        If an earlier call set an earlier deadline, that deadline stays.
+        """
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + grace_s)
         self._terminating.set()
 

@@ -40,14 +40,14 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 async def forward_ports(socket: web.WebSocketResponse, address: str, ports: list[int]) -> None:
-    """Forward between `socket` and the pod until the client closes `socket`.
+    """Forward data between `socket` and the pod until the client closes `socket`.
 
-    With channels, forwarding also ends when the pod has closed all connections.
+    With the subprotocol CHANNELS, forwarding also ends when the pod has closed all connections.
 
     Args:
         address: the pod's address.
-        ports: the pod's port for each pair of channels. Not used with SPDY, because there the
-            headers of each stream contain the port.
+        ports: the pod's ports, one for each pair of channels. Not used with the subprotocol SPDY,
+            where the headers of each stream contain the port.
     """
     if socket.ws_protocol == SPDY:
         await _SpdyForward(socket, address).run()
@@ -73,7 +73,7 @@ class _Connection:
         self.has_stalled = False
 
     async def put(self, data: bytes | None) -> None:
-        """Send bytes to the pod. None closes the pod's input, and bytes after None are dropped.
+        """Send bytes to the pod. None closes the pod's input, and later bytes are dropped.
 
         Wait while the pod does not read. Reset the connection after `_STALL_S` without a read.
         """
@@ -96,7 +96,7 @@ class _Connection:
                 _reset(writer)
 
     async def run(self) -> str:
-        """Copy bytes in both directions until the pod closes the connection, or put() resets it.
+        """Connect, and send the pod's bytes to the client until the connection is closed or reset.
 
         Returns:
             An error message for the client; empty if there was no error.
@@ -160,7 +160,7 @@ async def _forward_channels(socket: web.WebSocketResponse, address: str, ports: 
 
 @dataclass(frozen=True)
 class _Streams:
-    """A connection, the id of its stream for errors, and the task that runs the connection."""
+    """A connection, the id of its error stream, and the task of `connection.run()`."""
 
     connection: _Connection
     errors: int
@@ -168,9 +168,10 @@ class _Streams:
 
 
 class _SpdyForward:
-    """The connections of one kubectl.
+    """The connections of one `kubectl port-forward`.
 
-    kubectl opens a stream for errors, then a stream for data with the same header `requestid`.
+    For each connection, kubectl opens a stream for errors, then a stream for data. Both have the
+    same header `requestid`.
     """
 
     def __init__(self, socket: web.WebSocketResponse, address: str) -> None:
@@ -206,7 +207,7 @@ class _SpdyForward:
         await asyncio.shield(self._socket.send_bytes(self._encoder.encode(frame)))
 
     async def _receive(self, frame: spdy.Frame) -> None:
-        """Handle a frame of the client: open a stream, forward its data, end it, or answer a Ping.
+        """Handle a frame: open or end a stream, forward data of a stream, or answer a Ping.
 
         Raises:
             SpdyError: the frame opens a stream without valid headers.

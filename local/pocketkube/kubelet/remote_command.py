@@ -57,7 +57,7 @@ async def run_command(
     argv: list[str],
     streams: ExecStreams,
 ) -> None:
-    """Run a command until it ends or the client closes `socket`, which kills the command.
+    """Run a command until it ends. If the client closes `socket` first, kill the command.
 
     Args:
         container: the main process of the container; None if the container does not run.
@@ -81,7 +81,7 @@ async def run_command(
 
 
 async def attach(socket: web.WebSocketResponse, output: AsyncIterator[bytes]) -> None:
-    """Send the output of a container until it ends or the client closes `socket`.
+    """Send a container's output until the output ends or the client closes `socket`.
 
     Containers have no standard input, so input is dropped.
     """
@@ -104,7 +104,7 @@ async def _finish(socket: web.WebSocketResponse, status: Status) -> None:
 
 
 async def _receive(socket: web.WebSocketResponse, process: ExecProcess) -> None:
-    """Pass messages of the client to the command until the client closes the socket."""
+    """Pass input and terminal sizes from the client to the command until `socket` is closed."""
     async for message in messages(socket):
         channel, data = message[:1], message[1:]
         if channel == STDIN:

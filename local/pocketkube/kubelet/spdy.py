@@ -59,12 +59,12 @@ DICTIONARY = (
 
 
 class SpdyError(Exception):
-    """Received bytes that are not SPDY/3.1, or that exceed a limit."""
+    """The received bytes are not valid SPDY/3.1, or exceed a limit."""
 
 
 @dataclass(frozen=True)
 class Headers:
-    """Adds headers to a stream. `fin` closes the sender's side of the stream, as in `Data`."""
+    """A frame that adds headers to a stream. With `fin`, the sender sends nothing more on it."""
 
     stream: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class Headers:
 
 
 class SynStream(Headers):
-    """Opens a stream."""
+    """A frame that opens a stream."""
 
 
 class SynReply(Headers):
-    """Accepts a stream."""
+    """A frame that accepts a stream which the peer has opened."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Data:
 
 @dataclass(frozen=True)
 class RstStream:
-    """Ends a stream in both directions."""
+    """A frame that ends a stream in both directions."""
 
     stream: int
     status: int
@@ -98,14 +98,14 @@ class RstStream:
 
 @dataclass(frozen=True)
 class PingFrame:
-    """The receiver returns a Ping with the same id."""
+    """A Ping frame, to which the receiver replies with a Ping of the same id."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class GoAway:
-    """The sender accepts no streams after `last_stream`."""
+    """A frame after which the sender accepts no new streams. The last one is `last_stream`."""
 
     last_stream: int
     status: int
@@ -126,7 +126,7 @@ Frame: TypeAlias = SynStream | SynReply | Headers | Data | RstStream | PingFrame
 
 
 class FrameEncoder:
-    """Encodes the frames of one direction, in the order in which they are sent."""
+    """Encodes the frames of one direction. Encode frames in the order in which they are sent."""
 
     def __init__(self) -> None:
         self._zlib = zlib.compressobj(zdict=DICTIONARY)
@@ -166,7 +166,7 @@ def _control(kind: int, body: bytes, *, fin: bool = False) -> bytes:
 
 
 class FrameDecoder:
-    """Decodes the frames of one direction from bytes that may be cut anywhere."""
+    """Decodes the frames of one direction. Chunks of bytes may begin and end within a frame."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -176,7 +176,7 @@ class FrameDecoder:
         """Yield the frames that `data` completes. Consume the iterator before the next call.
 
         Raises:
-            SpdyError: the bytes are invalid. The decoder cannot be used any more.
+            SpdyError: the bytes are invalid. Do not use the decoder afterwards.
         """
         self._buffer += data
         while len(self._buffer) >= 8:

@@ -42,7 +42,7 @@ HOP_BY_HOP = frozenset(
 
 
 class IngressProxy:
-    """An HTTP server in front of the Services of all Ingresses."""
+    """An HTTP server that routes requests to Services by the rules of all Ingresses."""
 
     def __init__(
         self,

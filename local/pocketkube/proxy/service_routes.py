@@ -34,11 +34,11 @@ class Route:
 
 
 def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[Endpoint]:
-    """Return the sorted endpoints of the Service's pods that may receive traffic.
+    """Return the sorted (address, port) pairs of the pods that receive the Service's traffic.
 
     Args:
         port: an entry of the Service's `spec.ports`.
-        pods: pods of any namespace.
+        pods: the candidate pods, which may be of any namespace.
     """
     selector = service["spec"].get("selector")
     if not selector:

@@ -141,7 +141,11 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a structural schema for an integer or a string, with the bounds of both branches."""
+    """Return a structural schema for an integer or a string.
+
+    Args:
+        branches: the schemas of the integer and of the string. The result has the bounds of both.
+    """
     bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
     return {
         "x-kubernetes-int-or-string": True,

@@ -194,12 +194,12 @@ class LLMService(ApiStruct, frozen=True):
 
 
 def decode_spec(spec: Any) -> Spec:
-    """Convert `.spec` of an object from the API server to the struct, without checking the rules.
+    """Convert `.spec` of an object from the API server to a `Spec`, without checking the rules.
 
     Raises:
-        msgspec.ValidationError: the spec is too large or nested too deeply. Or a field does not
-            match the schema, for example because the object was stored under another version of
-            the CRD. The message names the field.
+        msgspec.ValidationError: the spec is too large or nested too deeply, or a field does not
+            match the schema. A field may not match if the object was stored under another version
+            of the CRD. The message names the field.
     """
     try:
         num_bytes = len(msgspec.json.encode(spec))
@@ -216,7 +216,7 @@ def decode_spec(spec: Any) -> Spec:
 
 
 def value_at(spec: Spec, path: str) -> Any:
-    """Return the value at `path` in the spec; None if it, or a struct above it, is unset.
+    """Return the value at `path` in the spec; None if the value or a parent struct is unset.
 
     Args:
         path: names of fields, joined by dots. Empty: the whole spec.

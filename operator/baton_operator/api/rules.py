@@ -32,10 +32,10 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def _is_free_folder(uri: str) -> bool:
-    """Return whether the folder in a `file` uri can be mounted in a pod at the path in the uri.
+    """Return whether a pod can mount the folder of a `file` URI at the path in the URI.
 
-    False for a path that pods use for another purpose, such as /tmp. True for other paths, and for
-    uris of other schemes.
+    The result is False for a path that pods use for another purpose, such as /tmp. It is True for
+    all other paths, and for URIs with another scheme.
     """
     scheme, _, path = uri.partition("://")
     match [scheme, *(part for part in path.split("/") if part not in ("", "."))]:
@@ -70,9 +70,10 @@ def _tuned(role: str, field: str, default: str) -> str:
     """Return the CEL expression for the value of an engine field in the pods of `role`.
 
     Args:
-        role: `prefill` or `decode`. Its own `engine` overrides the `engine` of the spec.
+        role: `prefill` or `decode`. `spec.prefill.engine` or `spec.decode.engine` overrides
+            `spec.engine`.
         field: name of the field in the API.
-        default: the CEL expression for the value if neither `engine` sets the field.
+        default: the CEL expression for the value if neither of the two sets the field.
     """
     own, shared = f"self.{role}.engine", "self.engine"
     return (
@@ -286,7 +287,7 @@ RULES = (
 
 
 def violations(spec: Spec) -> list[str]:
-    """Return one message for each rule that `spec` breaks, with the path of the rule."""
+    """Return one error message, with the rule's path, for each rule that `spec` breaks."""
     broken = []
     for rule in RULES:
         value = value_at(spec, rule.path)
@@ -296,7 +297,7 @@ def violations(spec: Spec) -> list[str]:
 
 
 def valid_spec(spec: Any) -> Spec:
-    """Convert `.spec` of an object to the struct, and check all rules.
+    """Convert `.spec` of an object to a `Spec`, and check all rules.
 
     Raises:
         ValueError: a field does not match the schema, or a rule is broken. The message names the

@@ -80,11 +80,11 @@ class _Service:
 
 
 class Autoscaler:
-    """Decides and stores the sizes of all groups that have `autoscaling`.
+    """Decides and stores the sizes of all prefill and decode groups that have `autoscaling`.
 
     Args:
-        clock: monotonic clock of measurements and decisions, in seconds.
-        wall_clock: clock of `lastScaleTime` in the status.
+        clock: monotonic clock in seconds, for measurements and decisions.
+        wall_clock: returns the current time, for `lastScaleTime` in the status.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Autoscaler:
         """Return `resolved` with the decided sizes of the groups that have `autoscaling`.
 
         Args:
-            service: the stored LLMService. Its status has the last decisions of an earlier operator
-                process.
+            service: the stored LLMService. After a restart of the operator, the sizes come from
+                its status.
         """
         key, now = names.Key(resolved.namespace, resolved.name), self._clock()
         settings = settings_of(resolved.spec)
@@ -152,7 +152,7 @@ class Autoscaler:
         return None if state is None else state.status
 
     def take_events(self, resolved: ResolvedService) -> list[Event]:
-        """Return the autoscaling Events since the last call. The caller must write them."""
+        """Remove and return the stored autoscaling Events. The caller must write them."""
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is None:
             return []
@@ -299,7 +299,7 @@ class Autoscaler:
 def _stored_status(
     service: dict[str, Any], role: names.MemberRole, settings: Settings
 ) -> AutoscalingStatus | None:
-    """Return the autoscaling status that an earlier process stored; None if it is not usable.
+    """Return the autoscaling status in `service`; None if it is missing or invalid.
 
     A size outside the bounds is replaced by the nearest size inside the bounds.
     """

@@ -18,7 +18,7 @@ LONGEST_GAP_S = 120.0
 class DecisionRun(msgspec.Struct, frozen=True):
     """A recommendation that stayed the same from `since` to `until`.
 
-    Both times are in seconds, from the clock of the decisions.
+    Both times are in seconds of the monotonic clock with which decisions are made.
     """
 
     size: int  # recommended number of engines
@@ -34,7 +34,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """A target that was missed after the size was reduced."""
+    """A target, such as the TTFT target, that was missed after the group had shrunk."""
 
     at: float  # time in seconds at which the target was missed
     #: The load of one engine at that time, from `recommendations.load_per_engine`.
@@ -44,7 +44,7 @@ class Breach(msgspec.Struct, frozen=True):
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """The earlier decisions for the prefill or the decode group.
 
-    All times are in seconds of one clock.
+    All times are in seconds of the same monotonic clock.
     """
 
     #: Recommendations, oldest first, without gaps.
@@ -61,7 +61,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     unsettled_until: float = 0.0
 
     def covers(self, now: float, seconds: float) -> bool:
-        """Return whether the recommendations cover the whole time since `now - seconds`."""
+        """Return whether there are recommendations for the whole time since `now - seconds`."""
         return self.knows(now) and self.runs[0].since <= now - seconds
 
     def recommended(self, now: float, seconds: float) -> list[int]:
@@ -84,7 +84,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_delta(self) -> int:
-        """Number of engines that the last size change added or, if negative, removed.
+        """Number of engines that the last size change added; negative if it removed engines.
 
         0 if the size never changed.
         """
@@ -111,9 +111,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             recommended: size that the measurements recommend.
             keep_s: entries older than this many seconds are dropped.
             change: number of engines by which the decision changes the size.
-            breach: the load at which a target was missed. None keeps the earlier breach.
+            breach: a target that is missed now. None: the earlier breach is kept.
             idle: new value of `idle_since`.
-            settled: whether the existing pods are the desired ones.
+            settled: whether the existing pods are the desired ones. If not, measurements before
+                `now` do not count in later decisions.
         """
         known = self.runs if self.knows(now) else ()
         runs = tuple(run for run in known if run.until >= now - keep_s)

@@ -58,7 +58,7 @@ def find_hold(
     window_s: float,
     stale_s: float,
 ) -> Hold | None:
-    """Return the hold, with the reason why the size must stay; None if the size may change.
+    """Return the reason why the size must not change now; None if it may change.
 
     Args:
         now, window, history: as in `policy.decide`.

@@ -23,7 +23,7 @@ def role_states(
     seen: Mapping[names.Role, ReportedGroup],
     settings: Mapping[names.MemberRole, Settings],
 ) -> dict[names.MemberRole, RoleState]:
-    """Return the state of each observed group that has `autoscaling`, as input of `decide`."""
+    """Return the state of each observed group that has `autoscaling`, for `policy.decide`."""
     alone = resolved.replicas("prefill") == 0
     return {
         role: RoleState(
@@ -40,7 +40,7 @@ def role_states(
 
 
 def _operation(resolved: ResolvedService, group: ReportedGroup) -> str:
-    """Return the operation that must end before the size changes again; empty if none runs."""
+    """Return the operation that must end before the size may change; empty if there is none."""
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
     )

@@ -171,7 +171,7 @@ def _choose(
     history: History,
     behavior: Behavior,
 ) -> _Choice:
-    """Apply the rules of this module in their order. The arguments are those of `decide`."""
+    """Apply the rules in the docstring of this module. The arguments are those of `decide`."""
     n = group.size
     inside = bounds.nearest(n)
     if inside != n:
@@ -279,7 +279,7 @@ def _apply_limits(
     """Apply stabilization, step limits and bounds to the largest recommendation, `decisive`.
 
     Returns:
-        (size, reason, text), where the text has the numbers for the status.
+        (size, reason, text). The text explains the size, with the numbers, for the status.
     """
     recommended = max(decisive.size, bounds.min)
     if recommended > n:

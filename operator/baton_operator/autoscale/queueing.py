@@ -13,9 +13,9 @@ def wait_quantile_s(engines: int, offered: float, service_s: float, quantile: fl
     = a rho^b / (1 - rho)". The wait is exponential with mean service_s / (c (1 - u)). So the
     quantile q is ln(P / (1 - q)) times that mean, or 0 if P <= 1 - q.
 
-    The result is an upper estimate, because prompt lengths vary less than exponentially. An M/M/c
-    queue is one queue for all engines. The gateway comes close to it: it sends each request to the
-    engine with the least load.
+    The result is an upper estimate, because the service times of prompts vary less than an
+    exponential distribution. In an M/M/c queue, all engines share one queue. Baton's gateway comes
+    close to such a queue, because it sends each request to the engine with the least load.
 
     Args:
         engines: number c of engines, at least 1.

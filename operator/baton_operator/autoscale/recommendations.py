@@ -78,16 +78,16 @@ def recommend_prefill(
     """Return the recommendations for `n` prefill engines.
 
     Let N be the number of engines that keep up with the arrivals and drain the queue in DRAIN_S
-    seconds. Each of the N engines computes for the fraction `targets.busy` of the time. The rate of
-    arrivals is the rate of computed requests plus the growth of the queue.
+    seconds. N assumes that each engine computes for the fraction `targets.busy` of the time. The
+    rate of arrivals is the rate of computed requests plus the growth of the queue.
 
-    - TTFT above target: ceil(n * TTFT / target), but at most N. The result is n if requests barely
-      wait for an engine, because more engines shorten only the wait. It is also n while a queue
-      drains, because TTFT then stays high.
+    - TTFT above target: ceil(n * TTFT / target), but at most N and at least n + 1. The result is n
+      if requests barely wait for an engine, because more engines shorten only the wait. It is also
+      n while the rule for the queue below recommends N.
     - TTFT below target: the smallest m with TTFT - wait(n) + wait(m) <= (1 - tolerance) * target.
       wait(m) is the wait of a request with m engines, from the model in `queueing`.
     - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
-      a request will miss the TTFT target, the result is N.
+      a request will miss the TTFT target, the result is N, but at least n.
     - Busy: ceil(n * busy / target), but at most n. Busy engines without a queue need no more
       engines.
     """
@@ -159,7 +159,7 @@ def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
     """Return the expected TTFT in seconds of the next request to arrive.
 
     The result is 0 if fewer than WAITING_PER_ENGINE requests wait per engine. It is infinite if
-    requests wait and none was computed in the window.
+    requests wait and no prompt was computed in the window.
     """
     if role.waiting < WAITING_PER_ENGINE:
         return 0.0
@@ -167,9 +167,9 @@ def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
 
 
 def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
-    """Return N of `recommend_prefill`: how many prefill engines the load needs.
+    """Return N as defined in `recommend_prefill`: the number of prefill engines needed.
 
-    If no request was computed in the window, return 2 * n.
+    The result is 2 * n if no request was computed in the window.
     """
     if role.requests_per_s == 0:
         return 2 * n
@@ -192,7 +192,8 @@ def recommend_decode(
     - KV usage above target: ceil(n * usage / target).
     - KV usage below target: the smallest m with usage * (n / m) * g(m) <= target. The factor g(m)
       is needed because sequences also run longer on fewer engines.
-    - Queue: ceil(n * (running + waiting) / running), the engines that would run all requests.
+    - Queue: ceil(n * (running + waiting) / running), if at least WAITING_PER_ENGINE requests wait
+      per engine. This number of engines would run all requests at once.
     """
     return [
         _decode_latency(
@@ -246,9 +247,9 @@ def _decode_latency(
 
 
 def _growth(n: int, m: int, running: float) -> float:
-    """Return g(m) of `recommend_decode`: how much longer a step takes at most on `m` engines.
+    """Return g(m) as defined in `recommend_decode`.
 
-    The result is a factor, relative to a step on `n` engines.
+    A step on `m` engines takes at most g(m) times as long as a step on `n` engines.
 
     Args:
         running: number of running sequences of all engines.
@@ -289,7 +290,7 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
 def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Recommendation:
-    """Recommend the smallest size that keeps the load per engine below that of the last breach.
+    """Recommend the smallest size with a lower load per engine than in the last breach.
 
     At this size, the load per engine is at most (1 - tolerance) times the load in `breach`. The
     recommendation is at most `n`.

@@ -74,8 +74,9 @@ def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -
 def scrape_period_s(settings: dict[MemberRole, Settings], sizes: dict[MemberRole, int]) -> float:
     """Return the interval between scrapes of a service, in seconds.
 
-    The interval is WAKEFUL_SCRAPE_S while a role has no engines. Otherwise it is SCRAPE_S or a
-    quarter of the idle time, whichever is less, but at least WAKEFUL_SCRAPE_S.
+    The interval is WAKEFUL_SCRAPE_S while a role has no engines. Otherwise it is a quarter of the
+    shortest `idleSeconds` of a role with `minReplicas: 0`, but at least WAKEFUL_SCRAPE_S and at
+    most SCRAPE_S.
     """
     if any(sizes.get(role) == 0 for role in settings):
         return WAKEFUL_SCRAPE_S

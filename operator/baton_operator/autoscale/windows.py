@@ -57,7 +57,7 @@ MAX_BUCKETS = 128
 
 
 class CumulativeHistogram(msgspec.Struct, frozen=True):
-    """A cumulative histogram, since the start of a process or between two scrapes."""
+    """A cumulative histogram for the time since process start or between two scrapes."""
 
     #: Number of observations up to each upper bound. The last bound is infinite.
     buckets: dict[float, float] = {}
@@ -73,13 +73,13 @@ class CumulativeHistogram(msgspec.Struct, frozen=True):
         return self.sum / self.count if self.count > 0 else None
 
     def __add__(self, other: CumulativeHistogram) -> CumulativeHistogram:
-        """Return a histogram with the observations of both.
+        """Return a histogram with the observations of both histograms.
 
         For a bound that one histogram lacks, that histogram's count at the next lower bound is
         used. So a quantile of the result is an upper estimate.
 
         Raises:
-            ValueError: both together have too many bounds.
+            ValueError: the result would have more than MAX_BUCKETS buckets.
         """
         bounds = sorted({*self.buckets, *other.buckets})
         if len(bounds) > MAX_BUCKETS:
@@ -177,7 +177,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of all prefill engines or all decode engines over the window.
+    """Measurements of all prefill engines or all decode engines over a time window.
 
     Times are in seconds. Gauges are averaged over scrapes and engines.
     """
@@ -243,8 +243,8 @@ def sample(role: MemberRole | None, text: str) -> ScrapedSample:
         text: the metrics in Prometheus' text format.
 
     Raises:
-        ValueError: the text is not in that format, or has no metric of an engine or a gateway. Or
-            the value of a gauge is not finite. Or a limit is exceeded.
+        ValueError: the text is not in that format, has no metric of an engine or gateway, has a
+            gauge that is not finite, or exceeds a limit.
     """
     gauges: dict[str, float] = {}
     histograms: dict[str, CumulativeHistogram] = {}
@@ -306,7 +306,7 @@ def window(
         quantile: quantile of latencies, between 0 and 1.
 
     Returns:
-        None if there are no two snapshots with different times since `start`.
+        None if fewer than two snapshots with different times remain.
     """
     inside = sorted((s for s in snapshots if s.at >= start), key=lambda s: s.at)
     if not inside or inside[0].at == inside[-1].at:

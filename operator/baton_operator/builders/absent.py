@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Absent(NamedTuple):
-    """An object that must not exist. If the service owns one, the operator deletes it."""
+    """An object that must not exist. The operator deletes the object if the service owns it."""
 
     kind: str
     name: str

@@ -27,8 +27,8 @@ REBALANCE = (
 def build(resolved: ResolvedService) -> Object:
     """Return the coordinator's Deployment, which has one pod.
 
-    A new pod starts only after the old pod has ended, because a group can have only one
-    coordinator. Ranks keep serving while no coordinator runs.
+    A new pod starts only after the old pod has ended, because an expert-parallel group can have
+    only one coordinator. Ranks keep serving while no coordinator runs.
     """
     container = {
         "name": CONTAINER,

@@ -9,7 +9,7 @@ from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 
 def build(resolved: ResolvedService) -> Object:
-    """Return the coordinator's Service, through which ranks and operator connect."""
+    """Return the Service through which ranks and the operator connect to the coordinator."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

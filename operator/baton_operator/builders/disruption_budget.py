@@ -11,7 +11,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 def build(
     resolved: ResolvedService, role: names.ConfiguredRole, api_version: str
 ) -> Object | Absent:
-    """Return the PodDisruptionBudget of a group, which exists only for two or more pods.
+    """Return the PodDisruptionBudget of a group; Absent if the group has fewer than two pods.
 
     A budget for one pod would block node drains.
 

@@ -25,7 +25,7 @@ DIAGNOSTICS_PATH = "/var/log/baton"
 
 
 class Setting(NamedTuple):
-    """A field of the spec and the option that it sets."""
+    """A field of the spec, and the engine option that this field sets."""
 
     field: str  #: Name of the field in its struct, or its path in the spec.
     option: str  #: Path of the option in the configuration.
@@ -152,9 +152,9 @@ def configure(
 
 
 def name_fields(message: str) -> str:
-    """Append the field of the spec to each option in `message`, a message of an engine.
+    """Insert the field of the spec after each engine option in `message`, an engine's message.
 
-    Options are recognized by a path with a section, such as `cache.block_size`.
+    Options are recognized by their path, such as `cache.block_size`.
     """
 
     def with_field(found: re.Match[str]) -> str:
@@ -191,7 +191,7 @@ def _extra_options(
 
 
 def _parse(words: list[str]) -> tuple[Option, Any]:
-    """Return the option and the value of one flag. Raise ValueError if the flag is wrong."""
+    """Return (option, value) for one flag. Raise ValueError if the flag or value is invalid."""
     parsed = vars(_parser().parse_args(words))
     for option in OPTIONS:
         if parsed[option.path] is not None:

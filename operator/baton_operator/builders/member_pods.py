@@ -51,7 +51,7 @@ class MemberTemplate:
         self.expert_group = resolved.expert_group(role)
 
     def pod(self, ordinal: int) -> Object:
-        """Return the member pod with this ordinal. All pods share its nested values."""
+        """Return the member pod with this ordinal. The caller must not change nested values."""
         template = self._template
         name = names.member_name(self._owner.name, self._role, ordinal)
         metadata = self._owner.metadata(name, self._role)

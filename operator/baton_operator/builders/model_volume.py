@@ -33,9 +33,9 @@ class ModelSource(msgspec.Struct, frozen=True):
 def source(model: Model, role: names.ConfiguredRole, namespace: str) -> ModelSource:
     """Return the path, the volume and the mount of the model for pods of `role` in a namespace.
 
-    A host path is mounted at the same path in the container. Kubernetes does not check that the
-    folder exists, because the engine's error message for a missing folder is clearer than
-    the kubelet's.
+    A host path is mounted at the same path in the container. The volume has no `type`, so the
+    kubelet does not check that the folder exists. The engine's error message for a missing folder
+    is clearer than the kubelet's.
 
     Args:
         model: the model. Its `uri` matches `spec_model.MODEL_URI`.
@@ -123,9 +123,9 @@ def fetcher(
 def _folder_name(model: Model, role: names.ConfiguredRole, namespace: str) -> str:
     """Return the name of the model's folder in the cache. All engine pods use the same name.
 
-    The gateway's folder has another name, because the gateway fetches only the tokenizer. On a
-    hostPath, which services of several namespaces may share, the name begins with the namespace.
-    So a service does not get a model that another namespace fetched with its credentials.
+    The gateway's folder has another name, because the gateway fetches only the tokenizer. If
+    the cache is a hostPath, which several namespaces may share, the name begins with the namespace.
+    So no service gets a model that was fetched with the credentials of another namespace.
     """
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", model.uri.partition("://")[2])[:80].strip("-.")
     owner = f"{namespace}." if model.cache is not None and model.cache.host_path else ""

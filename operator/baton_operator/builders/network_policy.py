@@ -24,8 +24,8 @@ NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object | Absent:
     """Return the NetworkPolicy of engines.
 
-    The policy admits requests of the service's gateways, connections between members, and HTTP
-    requests of the operator and of metrics collectors.
+    The policy admits requests from the service's gateways, connections between engines, and HTTP
+    requests from the operator and from metrics collectors.
     """
     name = names.members_service_name(resolved.name)
     if not resolved.spec.security.network_policy:
@@ -44,7 +44,8 @@ def coordinator_policy(
 ) -> Object | Absent:
     """Return the NetworkPolicy of the coordinator.
 
-    The policy admits ranks, and HTTP requests of the operator and of metrics collectors.
+    The policy admits connections from ranks, and HTTP requests from the operator and from metrics
+    collectors.
     """
     name = names.coordinator_name(resolved.name)
     if not (resolved.spec.security.network_policy and has_coordinator):
@@ -59,7 +60,7 @@ def coordinator_policy(
 
 
 def _http(resolved: ResolvedService, port: int, operator_namespace: str | None) -> Object:
-    """Return the ingress rule for the HTTP port, which admits operator and metrics collectors.
+    """Return the ingress rule that admits the operator and metrics collectors to the HTTP port.
 
     Args:
         operator_namespace: namespace of the operator's pod. None: the operator runs outside the

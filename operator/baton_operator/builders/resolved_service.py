@@ -94,7 +94,7 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.decode if role == "decode" else self.spec.prefill
 
     def engine(self, role: names.MemberRole) -> Engine:
-        """Return the engine options of `role`. Its own `engine` overrides `spec.engine`."""
+        """Return the engine options of `role`. `spec.<role>.engine` overrides `spec.engine`."""
         group = self.group(role)
         return merged(self.spec.engine, group.engine if group else None)
 
@@ -109,7 +109,7 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_scaled_to_zero_by_hand(self) -> bool:
-        """Whether the spec sets 0 decode pods without autoscaling, so no request starts one."""
+        """Whether `spec.decode` has 0 replicas and no autoscaling, so requests start no pod."""
         return self.spec.decode.autoscaling is None and self.replicas("decode") == 0
 
 

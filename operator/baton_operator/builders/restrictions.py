@@ -30,8 +30,8 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
     """The exceptions from the restricted Pod Security profile that LLMServices may request.
 
     Raises:
-        ValueError: an entry of `host_paths` is not an absolute path, a writable folder is inside
-            another entry or contains another entry, or a prefix is empty.
+        ValueError: an entry of `host_paths` is not an absolute path, a writable folder overlaps
+            with another entry, or an annotation prefix is empty.
     """
 
     #: `/DIR`: exactly this folder of nodes, to read and write. `/DIR/`: this folder and the folders
@@ -86,10 +86,10 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def check_annotations(self, annotations: Iterable[str], path: str) -> None:
-        """Raise ValueError if an annotation is not allowed.
+        """Raise ValueError if the key of an annotation has none of the allowed prefixes.
 
         Args:
-            annotations: names of the annotations.
+            annotations: keys of the annotations.
             path: path of the annotations in the spec, for the error message.
         """
         for name in annotations:

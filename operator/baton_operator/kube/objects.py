@@ -146,7 +146,7 @@ class Kube:
         return await self._find(self.path(kind, namespace, name), query=query)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
-        """Return whether the object exists. The API server sends only its metadata."""
+        """Return whether the object exists. Only the metadata of the object is requested."""
         return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
     async def list_all(

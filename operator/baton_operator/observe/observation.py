@@ -41,8 +41,9 @@ class Reference(NamedTuple):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The observed state of one service.
 
-    Its members are the prefill and decode pods. Later steps of the reconcile add the objects that
-    they list or write to `objects` and `kinds`. A step that changes any other field returns a copy.
+    The members of a service are its prefill and decode pods. Later steps of the reconcile add the
+    objects that they read or write to `objects`, and the listed kinds to `kinds`. A step that
+    changes any other field returns a copy.
     """
 
     key: names.Key
@@ -130,8 +131,8 @@ def filter_by_role(pods: list[Object], role: names.Role) -> list[Object]:
 async def read_together(*reads: Coroutine[Any, Any, Any]) -> list[Any]:
     """Return the results of all reads.
 
-    If one read fails, the other reads are cancelled, and its error is raised after they have ended.
-    Reads that continue would take memory.
+    If one read fails, the other reads are cancelled, because their results would take memory. The
+    error is raised when all reads have ended.
     """
     tasks = [asyncio.create_task(each) for each in reads]
     try:
@@ -161,7 +162,7 @@ async def observe(
 ) -> Observation | None:
     """Read the state of a service. Return None if the service is deleted or being deleted.
 
-    During a pause, the observed spec is the spec that was rolled out last.
+    While `spec.paused` is true, the observed spec is the spec that was rolled out last, if any.
     """
     with freshness.detect_lag():
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
@@ -266,10 +267,10 @@ def condition(obj: Object, type_: str) -> Object:
 
 
 def unready_since(pod: Object, suspended_at: Mapping[str, datetime] = {}) -> datetime | None:
-    """Return the latest of four times: creation, scheduling, last change of Ready, last suspension.
+    """Return the latest of: creation, scheduling, last change of Ready, last pause or sleep.
 
     Args:
-        suspended_at: when pods were last paused or asleep, by name.
+        suspended_at: time at which pods were last paused or asleep, by name.
     """
     metadata = pod["metadata"]
     times = [
@@ -282,7 +283,7 @@ def unready_since(pod: Object, suspended_at: Mapping[str, datetime] = {}) -> dat
 
 
 def no_room_since(pod: Object) -> datetime | None:
-    """Return since when the pod has been unschedulable only because other pods use the resources.
+    """Return the time since which the pod fits on no node, because other pods use the resources.
 
     None: the pod is scheduled, or cannot be scheduled for another reason.
     """
@@ -316,7 +317,7 @@ def has_ended(pod: Object) -> bool:
 
 
 def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
-    """Return the URL schemes that ready gateway pods serve, as the names of their ports show."""
+    """Return the URL schemes of ready gateway pods, according to the names of their ports."""
     served: set[Scheme] = set()
     for pod in filter(is_ready, gateways):
         ports = {

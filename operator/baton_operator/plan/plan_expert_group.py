@@ -72,7 +72,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Division(NamedTuple):
-    """Which members stay and which leave. Failed members and members in deletion are not listed."""
+    """Which members stay and which leave, except members that failed or are being deleted."""
 
     current: list[Member]  # of the newest revision, and needed
     kept: list[Member]  # of another revision or expert group, and still needed
@@ -135,8 +135,8 @@ def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatu
     """Return the operation id of a topology request for the members `desired`.
 
     The id is a hash of the observed state, so it stays the same after a restart of the operator.
-    The hash includes the generation and the id of the previous operation, so a later request for
-    the same members has another id.
+    The hash includes the generation of the topology and the id of the previous operation. So a
+    later request for the same members has another id.
     """
     before = topology.operation.operation_id if topology.operation else ""
     return names.content_hash([group.service_uid, topology.generation, before, desired])
@@ -145,7 +145,7 @@ def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatu
 def _plan_without_view(
     create: list[int], delete: list[Delete], leaving: list[Member], group: ExpertGroup
 ) -> GroupPlan:
-    """Return the next step while the coordinator does not reply.
+    """Return the next step if the coordinator did not reply.
 
     No topology is requested, and no member drains. If independent engines replace the ranks, ranks
     that have not started are deleted.
@@ -215,10 +215,10 @@ def _divide(
 
 
 def _by_membership(members: list[Member], view: TopologyView | None) -> list[Member]:
-    """Return the members, sorted so that those to keep come first.
+    """Return the members in the order in which they should be kept.
 
-    Members of the requested topology come before other members. Within both, ranks come first,
-    then started members, then members with low ordinals.
+    Members of the requested topology come before other members. In each of these two parts, ranks
+    come first, then started members, then members with low ordinals.
     """
     requested, ranks = (view.desired, view.ranks) if view else (frozenset(), frozenset())
     return sorted(
@@ -228,7 +228,7 @@ def _by_membership(members: list[Member], view: TopologyView | None) -> list[Mem
 
 
 def _serves(member: Member, view: TopologyView | None) -> bool:
-    """Return whether the member serves as a rank; without `view`, whether its pod is ready."""
+    """Return whether the member serves as a rank; if `view` is None, whether its pod is ready."""
     return view.serves(member.name) if view else member.ready
 
 
@@ -291,8 +291,8 @@ def _topology_request(
 ) -> TopologyRequest | None:
     """Return the topology request to send now.
 
-    The result is None if the request was sent already, or must wait for the end of the running
-    operation.
+    The result is None if the topology `desired` was requested already, or if new members must wait
+    for the end of the running operation.
     """
     if desired == view.desired:
         return None
@@ -308,11 +308,12 @@ def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView
     """Return the ranks that drain although they are in the topology.
 
     A topology has at least one member, so the last rank of a group that is scaled to zero cannot
-    leave it.
+    leave the topology.
 
     Returns:
-        The only rank, or all ranks if no rank has a running container. Empty while the topology
-        changes, while a member stays that can take the rank's place, and in all other cases.
+        Empty if the topology changes, if a rank stays, or if a staying member can take the place of
+        the last rank. Also empty if there are several ranks and one has started. Otherwise: all
+        ranks.
     """
     if view.is_changing:
         return []
@@ -364,7 +365,7 @@ def _is_rank_of_other_group(member: Member, expert_group: str) -> bool:
 
 
 def _is_under_way(view: TopologyView, staying: list[Member], expert_group: str) -> bool:
-    """Return whether the topology changes, or the operator must still request a change."""
+    """Return whether the topology is changing or must still change."""
     if view.operation is not None and view.operation.phase in ACTIVE_PHASES:
         return True
     return bool(staying) and (

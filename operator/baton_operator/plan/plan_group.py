@@ -121,7 +121,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def acts(self) -> bool:
-        """Whether the plan requests a topology, or creates, marks or deletes any member."""
+        """Whether the plan requests a topology, or drains, deletes or creates members."""
         return self.request is not None or bool(
             self.create or self.restore or self.drain or self.delete
         )
@@ -202,7 +202,7 @@ def plan_group(
 def _divide(
     members: list[Member], target: DesiredGroup, now: datetime, *, has_previous_revision: bool
 ) -> _Group:
-    """Divide the members by what a rollout does with them, and compute its timeouts."""
+    """Divide the members into draining, current and outdated ones, and compute the timeouts."""
     update = target.update
     present = present_members(members, now)
     usable = [m for m in present if m.deletion is None and not m.failed]
@@ -228,7 +228,7 @@ def present_members(members: list[Member], now: datetime) -> list[Member]:
 def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], list[float]]:
     """Return (failed members to delete now, seconds until the next plan).
 
-    The list of seconds is empty unless a failed member is younger than FAILED_HOLD.
+    The second list has one item if a failed member is younger than FAILED_HOLD, else none.
     """
     failed = [m for m in present if m.failed and m.deletion is None]
     old = [m for m in failed if m.created is None or now >= m.created + FAILED_HOLD]
@@ -245,7 +245,7 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
 def surge_timeout_of(current: list[Member], update: Update, now: datetime) -> Timeout:
     """Return the state of the surge timeout.
 
-    After this timeout an old member makes room for a new member that fits on no node.
+    After this timeout, an old member is removed to make room for a new member that fits on no node.
     """
     return _timeout((m.no_room_since for m in current), update.surge_timeout_s, now)
 
@@ -257,7 +257,7 @@ def progress_deadline_of(
 
     The rollout stalls if a new pod is not ready at this deadline. The planner, the condition
     Updating and `baton plan` call this function. Pods that fit on no node are ignored, because the
-    rollout waits for room, or for the surge timeout.
+    rollout waits for free resources or for the surge timeout.
 
     Args:
         new_pods: (`Member.unready_since`, `Member.no_room_since`) of each pod.
@@ -269,7 +269,7 @@ def progress_deadline_of(
 def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:
     """Return the state of a timeout that started at the earliest of `times`.
 
-    Without times, the timeout does not run.
+    If all times are None, the timeout does not run.
     """
     since = min((time for time in times if time is not None), default=None)
     if since is None:
@@ -316,7 +316,8 @@ def _outdated_to_replace(
 ) -> list[Member]:
     """Return the outdated members that can be replaced now, those that are not ready first.
 
-    The number of ready members does not fall below `min_ready` because of a replacement.
+    The number of ready members does not fall below `min_ready` because of a replacement. If no
+    member is ready and no current member exists, all outdated members are returned.
     """
     num_ready = sum(m.ready for m in [*current, *outdated])
     if not num_ready and not current:
@@ -333,8 +334,8 @@ def _outdated_to_replace(
 def _num_to_create(group: _Group, *, use_previous: bool) -> int:
     """Return how many members to create. A negative number means none.
 
-    The group may have `max_surge` more members than desired while a rollout is in progress, or
-    while a member that another client deletes is replaced.
+    The group may have `max_surge` more members than desired during a rollout, and while a member
+    that another client deleted is replaced.
 
     Args:
         use_previous: create members of the previous revision. They replace members of the newest

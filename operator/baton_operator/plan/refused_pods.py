@@ -51,7 +51,7 @@ class RefusedPods:
     def delay_creation(
         self, key: names.Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
     ) -> GroupPlan:
-        """Return `plan` or, during the retry delay after a refusal, a copy that creates no pods.
+        """Return `plan`; during the retry delay after a refusal, a copy that creates no pods.
 
         The refusal is dropped if the plan creates no pod or the revision has changed.
         """
@@ -76,7 +76,7 @@ class RefusedPods:
         refusal: PodRefusal | None,
         now: datetime,
     ) -> float | None:
-        """Record whether a pod was refused in this step.
+        """Record whether the API server refused a pod of the group in this step.
 
         Args:
             refusal: the refusal; None if no pod was refused.

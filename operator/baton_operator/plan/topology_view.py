@@ -57,7 +57,8 @@ class TopologyView:
     def is_changing(self) -> bool:
         """Whether an operation is being prepared or committed.
 
-        Until it ends, the coordinator's reply does not list the members of the new topology.
+        Until the operation ends, the coordinator's reply does not list the members of the new
+        topology.
         """
         return self.operation is not None and self.operation.phase in (
             OperationPhase.PREPARING,
@@ -96,9 +97,10 @@ def topology_for_status(
 ) -> llmservice.TopologyStatus | None:
     """Return the topology for the status; None if none is known.
 
-    The result is the coordinator's reply, with the recorded ranks that have not registered again.
-    Without a reply, or if the coordinator has no generation after a restart, the result is the
-    recorded topology without deleted pods.
+    The result has the ranks in the coordinator's reply. After a restart of the coordinator, the
+    result also has the recorded ranks that have not registered again. Without a reply, or if the
+    restarted coordinator reports generation 0, the result has only the recorded ranks. Recorded
+    ranks without a pod are left out.
 
     Args:
         topology: the coordinator's reply; None without a reply.
@@ -143,7 +145,7 @@ def topology_for_status(
 def without_waiting_operation(
     status: llmservice.TopologyStatus | None,
 ) -> llmservice.TopologyStatus | None:
-    """Return `status` without an operation that waits for members, if the group has no rank.
+    """Return `status`. If the group has no rank, leave out an operation that waits for members.
 
     After a scale to zero, such an operation never ends: the coordinator keeps waiting for the last
     requested member.

@@ -42,10 +42,11 @@ async def stop(memo: kopf.Memo) -> None:
 
 @asynccontextmanager
 async def _start_runtime() -> AsyncIterator[Runtime]:
-    """Start a runtime that runs until the context is left, for the cluster of the environment.
+    """Start a runtime, and stop it when the context is left.
 
-    In a pod, this is the pod's cluster. Outside of a pod, it is the cluster of the current
-    kubeconfig. The templates of LLMServices are restricted, without exceptions.
+    The runtime connects to the cluster of $KUBECONFIG. Without this variable, it connects to the
+    pod's cluster or, outside of a pod, to the cluster of `~/.kube/config`. The templates of
+    LLMServices are restricted, without exceptions.
 
     Raises:
         ConfigException: no cluster is configured.

@@ -53,7 +53,7 @@ class Backoffs:
 
 
 def configure(settings: kopf.OperatorSettings) -> None:
-    """Turn off peering, Events, finalizers and annotations, and set the timeouts of the watches."""
+    """Turn off kopf's peering, Events, finalizers and annotations, and set the watch timeouts."""
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.scanning.disabled = True  # scanning needs the right to watch CRDs and namespaces

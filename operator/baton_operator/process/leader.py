@@ -77,9 +77,9 @@ class Election:
 
     @property
     def write_timeout_s(self) -> float:
-        """Timeout for a write, in seconds. It passes before another process can take the Lease.
+        """Timeout in seconds for a write that begins now; 0 if this process must not write.
 
-        0: this process may not write.
+        The timeout ends before another process can take the Lease.
         """
         held_s = self.held_s
         return held_s + self.lease_s * (1 - RENEW_SHARE) / 2 if held_s > 0 else 0.0

@@ -36,8 +36,9 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
     """Create, update and delete the objects of a service except its member pods.
 
     Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If an
-    object is refused, the others are still written, except Deployments and RoleBindings that refer
-    to a refused account or role. Pods must not get the rights of another owner's account or role.
+    object is refused, the others are still written, with one exception. RoleBindings and
+    Deployments are skipped if their ServiceAccount, Role or RoleBinding was refused. Pods must not
+    get the rights of another owner's account or role.
 
     Returns:
         The refused objects. The kinds that members need come first, because the first problem of a
@@ -76,9 +77,8 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
 def missing_prerequisites(desired: Desired, observed: Observation) -> set[tuple[str, str]]:
     """Return (kind, name) of the objects without which no member can be created.
 
-    They are the ConfigMaps and the ServiceAccount that members use. If an object of another owner
-    has the name, the object counts as missing. Another owner's account may have rights that members
-    must not get.
+    Members need their ConfigMaps and their ServiceAccount. An object of another owner counts as
+    missing, because another owner's ServiceAccount may have rights that members must not get.
     """
     account = names.engine_account_name(desired.resolved.name)
     needed = {("ServiceAccount", account), *(("ConfigMap", name) for name in desired.config_maps)}
@@ -90,7 +90,7 @@ def missing_prerequisites(desired: Desired, observed: Observation) -> set[tuple[
 
 
 def _account_of(obj: Object) -> str | None:
-    """Return the account that a Deployment's pods use, or a RoleBinding binds; None: no account."""
+    """Return the ServiceAccount in a Deployment or RoleBinding; None if there is none."""
     if obj["kind"] == "RoleBinding":
         return str(obj["metadata"]["name"])
     if obj["kind"] != "Deployment":

@@ -179,8 +179,8 @@ class Controller:
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one service now. Return seconds until the next reconcile.
 
-        None: the next reconcile waits for an event or the resync. A service that turns out to be
-        large is queued again.
+        None: the next reconcile waits for an event or the resync. A service whose reads exceed
+        MAX_READ_BYTES is queued again, as a large service.
         """
         service = self._get(key)
         freshness, versions = service.freshness, service.freshness.versions
@@ -211,10 +211,10 @@ class Controller:
         return outcome.revisit_s
 
     def _queue_if_large(self, service: _Service, budget: ByteBudget) -> bool:
-        """Queue a service that has outgrown MAX_READ_BYTES again, as a large one.
+        """Queue the service again, as a large one, if its reads have exceeded MAX_READ_BYTES.
 
         Returns:
-            Whether the service has outgrown that limit.
+            Whether the service was queued. False for a service that is large already.
         """
         if service.is_large or not budget.is_exceeded:
             return False

@@ -58,7 +58,7 @@ class ReconcileState:
     def add_problem(self, error: Exception) -> None:
         """Add the error to `problems`.
 
-        Only a defect keeps its traceback, for the log.
+        The traceback is dropped, except if the error is a defect: then the traceback is logged.
         """
         problem = problem_of(error)
         if not isinstance(problem, InternalError):

@@ -56,7 +56,7 @@ class Reconciler:
         operator_namespace: namespace of the operator's pod, for network policies. None: the
             operator does not run in the cluster.
         autoscaler: decides the sizes of groups with `autoscaling`. None: the sizes never change.
-        probes: status probes of pods. None: no probes are sent.
+        probes: status probes of pods. None: no HTTP requests are sent to pods.
         restrictions: what LLMServices may request. None: everything.
     """
 
@@ -85,11 +85,11 @@ class Reconciler:
         self._verified: dict[names.Key, str] = {}
 
     async def reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
-        """Take one step for the service `key`.
+        """Take one step for the service `key`. The caller must retry after an error.
 
         Raises:
-            KubeError, OSError: the API server refused a request or did not respond. Retry.
-            Exception: the operator has a defect, which the status reports. Retry.
+            KubeError, OSError: the API server refused a request or did not respond.
+            Exception: the operator has a defect, which the status reports.
         """
         try:
             state = await self._run_until_fresh(key, freshness)
@@ -261,8 +261,8 @@ class Reconciler:
     def _kinds_to_compare(self, state: ReconcileState, desired: Desired) -> set[str]:
         """Set `state.objects_hash`. Return the kinds of objects to read, compare and write.
 
-        Only MOVING_KINDS are compared if the last reconcile left the same objects as desired, and
-        no other client can have changed them since.
+        Only MOVING_KINDS are returned if the last reconcile verified the same desired objects, and
+        no other client can have changed other kinds since.
         """
         observed, freshness = state.observed, state.observed.freshness
         state.objects_hash = names.content_hash(

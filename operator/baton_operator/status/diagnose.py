@@ -186,7 +186,7 @@ def _containers(pod: Object) -> list[Object]:
 
 
 def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
-    """Yield (container status, last termination) for each failed container of an unready pod.
+    """Yield (container status, termination state) of each failed container of an unready pod.
 
     After a restart, the container counts as failed until the pod is ready again.
     """

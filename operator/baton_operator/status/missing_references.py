@@ -35,10 +35,9 @@ def may_lack_objects(pod: Object) -> bool:
 
 
 def references(pod: Object) -> dict[Reference, str]:
-    """Return the Secrets and ConfigMaps that must exist before the pod starts.
+    """Return the Secrets and ConfigMaps that must exist before the pod starts, as keys of a dict.
 
-    Each is a key of the result. The value names the part of the pod's spec that needs the object,
-    for example `volume tls`.
+    Each value names the part of the pod's spec that needs the object, for example `volume tls`.
     """
     spec = pod.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]

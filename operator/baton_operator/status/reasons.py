@@ -18,7 +18,7 @@ METRICS_STALE: Final = "MetricsStale"
 
 
 class Progress(StrEnum):
-    """Reasons while something is under way and nothing has failed. They cause no Event."""
+    """Condition reasons for a change in progress without a failure. They cause no Event."""
 
     STARTING = "Starting"
     PROGRESSING = "Progressing"
@@ -43,7 +43,7 @@ class Progress(StrEnum):
 
 
 class Settled(StrEnum):
-    """Reasons while nothing is under way and nothing has failed. They cause no Event."""
+    """Condition reasons for a state without change or failure. They cause no Event."""
 
     ALL_GROUPS_READY = "AllGroupsReady"
     AT_REST = "AtRest"
@@ -57,7 +57,7 @@ class Settled(StrEnum):
 
 
 class Failure(StrEnum):
-    """Reasons of a failure."""
+    """Condition reasons of a failure."""
 
     CONTAINER_ERROR = "ContainerError"
     CONTAINER_TERMINATED = "ContainerTerminated"

@@ -44,7 +44,7 @@ def report(
     Args:
         observed: the observed state, with the previous status of the service.
         resolved: the resolved service; None if no spec could be used.
-        groups: the observed groups. A group that is not in it has the condition Unknown.
+        groups: the observed groups. The condition of a group that is not in `groups` is Unknown.
         problem: the first error of this reconcile, which makes Ready False; None without an error.
         spec_revision: name of the ControllerRevision with the spec that is rolled out; None if no
             spec was rolled out.
@@ -144,7 +144,7 @@ def _available_verdict(
 
     Available is True if a gateway pod and a decode pod of any revision are ready. Prefill pods do
     not count, because decode pods compute the prompts without them. If one of the two groups has
-    no ready pod, Available repeats the condition of that group. The condition is True if
+    no ready pod, Available repeats the condition of that group. That condition is True if
     autoscaling has scaled the group to zero.
     """
     for role in ("gateway", "decode"):
@@ -159,7 +159,7 @@ def _available_verdict(
 def _kv_transfer_verdict(resolved: ResolvedService) -> Verdict | None:
     """Return the verdict on KVTransferProtected if transfers are unprotected, else None.
 
-    A NetworkPolicy counts as protection. The API does not show whether the cluster enforces it.
+    A NetworkPolicy counts as protection, although the cluster may not enforce NetworkPolicies.
     """
     transport = resolved.spec.kv_transfer.transport
     if (
@@ -216,7 +216,7 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
 
 
 def _counts(group: ReportedGroup) -> dict[str, Any]:
-    """Return the fields of `GroupStatus`."""
+    """Return the fields of `GroupStatus`: numbers of pods, and the newest revision."""
     return {
         "desired": group.desired,
         "ready": group.ready,

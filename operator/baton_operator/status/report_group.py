@@ -97,7 +97,7 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_rolled_out(self) -> bool:
-        """Whether no pod of an earlier revision remains. The gateway's Deployment reports this."""
+        """Whether all current pods have the newest revision; for the gateway: `updated`."""
         return self.updated if self.role == "gateway" else len(self.newest) == len(self.current)
 
     def is_newest(self, pod: Object) -> bool:
@@ -201,8 +201,9 @@ def _is_deployment_rolled_out(deployment: Object) -> bool:
 def group_verdict(group: ReportedGroup) -> Verdict:
     """Return the verdict on the condition of a group.
 
-    The condition is True if the desired number of pods serve and all of them have the newest
-    revision.
+    The condition is True if the desired number of pods serve, and all of them have the newest
+    revision. For the gateway, the HTTPRoute must also be accepted. The condition is False if the
+    spec sets 0 decode pods without autoscaling.
     """
     if group.desired == 0:
         return _verdict_without_pods(group)
@@ -218,7 +219,7 @@ def group_verdict(group: ReportedGroup) -> Verdict:
 
 
 def _counts(group: ReportedGroup) -> str:
-    """Return the numbers of serving and desired pods, as text."""
+    """Return a text with the numbers of serving pods and of desired pods."""
     if group.topology is not None:
         return f"{group.ready} of {group.desired} {group.role} ranks serve"
     newest = sum(map(is_ready, group.newest))

@@ -8,7 +8,7 @@ from baton_operator.status.reasons import Failure, Progress
 
 
 def diagnose_route(route: Object) -> Diagnosis | None:
-    """Return why no Gateway has accepted the newest spec of the HTTPRoute.
+    """Return why no Gateway has accepted the current spec of the HTTPRoute.
 
     None: at least one Gateway has accepted this spec.
     """

@@ -101,7 +101,7 @@ def _after(words: str, value: str | int | None) -> str:
 
 
 def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) -> list[Event]:
-    """Return the Events about an operation that started, ended or failed since `before`."""
+    """Return Events about an operation that started, ended or failed between `before` and `now`."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
         return []

@@ -29,7 +29,7 @@ from baton_operator.status.suspended_engines import diagnose_suspended
 
 
 class _Rollout(NamedTuple):
-    """The existing pods of one group by revision, including pods that are leaving."""
+    """The existing pods of one group by revision, including draining and terminating pods."""
 
     group: ReportedGroup
     newest: list[Object]
@@ -39,7 +39,7 @@ class _Rollout(NamedTuple):
 
     @property
     def unready(self) -> list[Object]:
-        """The newest pods that are neither ready nor leaving."""
+        """The unready pods of the newest revision, except draining and terminating pods."""
         return [pod for pod in self.newest if not is_ready(pod) and not is_leaving(pod)]
 
     @property
@@ -160,7 +160,7 @@ _POLICIES: tuple[Callable[[_Rollout], Diagnosis | None], ...] = (
 
 
 def _counts(rollout: _Rollout) -> str:
-    """Return the numbers of desired, newest and earlier pods of one group, as text."""
+    """Return a text with the numbers of desired pods and of existing pods by revision."""
     newest, group = rollout.newest, rollout.group
     num_old_ready = sum(is_ready(pod) and not is_leaving(pod) for pod in rollout.old)
     return (

@@ -50,9 +50,9 @@ MAX_PROBED = 16
 class StatusProbes:
     """Sends `GET /health` and `GET /ready` to prefill and decode pods (members).
 
-    It stores the times at which members were paused or asleep. It also stores their KV
-    compatibility: the values, such as the block size, that must be equal in two engines that
-    exchange KV blocks.
+    An instance stores the times at which members were paused or asleep, and the KV compatibility of
+    members. KV compatibility is the values, such as the block size, that must be equal in two
+    engines that exchange KV blocks.
 
     Args:
         session: HTTP session for requests to pods. None: no such request is sent.
@@ -102,7 +102,7 @@ class StatusProbes:
     async def probe(
         self, kube: Kube, observed: Observation, resolved: ResolvedService
     ) -> Observation:
-        """Send the probes. Return `observed` with their results: `loading`, `missing`, `kv`."""
+        """Probe the pods. Return `observed` with the results in `loading`, `missing` and `kv`."""
         loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
         known = {
@@ -124,7 +124,7 @@ class StatusProbes:
         self._suspended_at.pop(key, None)
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
-        """Return the health replies of members that fetch or load the model, by pod name."""
+        """Return the `GET /health` replies of members that fetch or load the model, by pod name."""
         probed = sorted_by_name(filter(_is_unready_member, pods))[:MAX_PROBED]
         replies = await self._replies(probed, "/health")
         reasons = (Progress.FETCHING, Progress.LOADING)
@@ -139,7 +139,7 @@ class StatusProbes:
         return await self._replies(started, "/ready")
 
     async def _replies(self, pods: list[Object], path: str) -> dict[str, Health]:
-        """Return the replies of `pods`, by pod name."""
+        """Return the replies of `pods` to `GET <path>`, by pod name."""
         replies = await asyncio.gather(*(self._get(pod, path) for pod in pods))
         return {
             pod["metadata"]["name"]: reply
@@ -200,7 +200,8 @@ async def find_missing(
 ) -> frozenset[Reference]:
     """Return the Secrets and ConfigMaps that do not exist although `pods` wait for them.
 
-    Only metadata is requested, never the contents of a Secret.
+    Only metadata is requested, never the contents of a Secret. At most MAX_PROBED objects are
+    checked.
 
     Args:
         known: objects that are not requested, because the operator creates them.

@@ -13,7 +13,7 @@ from baton_protocol.process.health import Health
 
 
 class Suspension(NamedTuple):
-    """Why an engine admits no requests although nothing has failed, and how to end that."""
+    """The state of an engine that was paused or put to sleep, and how to resume the engine."""
 
     reason: Progress
     state: str

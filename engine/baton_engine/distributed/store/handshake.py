@@ -28,7 +28,7 @@ MAX_PROOF_MESSAGE_BYTES = 256
 
 
 def store_secret(key: ServiceKey | None) -> bytes:
-    """Return the secret of a service's rendezvous stores. Empty without a service key."""
+    """Return the secret of rendezvous stores, derived from the service key. Empty without a key."""
     return b"" if key is None else key.secret("store")
 
 

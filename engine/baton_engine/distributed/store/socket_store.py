@@ -47,7 +47,7 @@ def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") 
     Args:
         address: address of the store.
         timeout_s: timeout of this call, and of the client's methods.
-        secret: secret that the server and its clients must prove to have. Empty: there is none.
+        secret: secret that the server and its clients must prove to have. Empty: no secret.
 
     Raises:
         TimeoutError: no store with this secret responded.
@@ -138,10 +138,10 @@ class SocketStore(Store):
 
     @contextlib.contextmanager
     def _connection(self, deadline: float) -> Iterator[socket.socket]:
-        """Provide a connection for one call.
+        """Provide a connection for one request, as a context manager.
 
-        After an error the connection is closed, so that the next call does not receive a late
-        answer to this call.
+        If the `with` block raises an exception, the connection is closed. A later request can
+        therefore not receive the late answer to this request.
         """
         with self._lock:
             connection = self._idle.pop() if self._idle else None

@@ -107,9 +107,9 @@ class StoreServer:
         self._thread.start()
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
-        """Remove all keys for which `is_outdated` is true. Thread-safe.
+        """Remove all keys for which `is_outdated` returns True. Thread-safe.
 
-        The call returns before the keys are removed.
+        The store removes the keys after this method has returned.
         """
         self._outdated.append(is_outdated)
         with contextlib.suppress(OSError):  # the store is closed
@@ -217,7 +217,7 @@ class StoreServer:
             self._update(client)
 
     def _update(self, client: StoreClient) -> None:
-        """Update the selector and the buffered bytes after reading from or writing to a client.
+        """Update the selector and the count of buffered bytes after a client was read or written.
 
         If the buffers of all clients together exceed MAX_BUFFERED_BYTES, drop the clients with the
         largest buffers.
@@ -286,10 +286,10 @@ class StoreServer:
                     self._update(client)
 
     def _answer_or_wait(self, client: StoreClient) -> int:
-        """Answer the client's Get if all keys exist. Otherwise record which key is missing.
+        """Answer the client's Get if all keys exist. Otherwise record the first missing key.
 
         Returns:
-            Number of bytes of the values in the answer. 0 if a key is missing.
+            Number of bytes of the values in the answer. 0 if a key is missing or Get is refused.
         """
         assert client.waits_for is not None
         try:

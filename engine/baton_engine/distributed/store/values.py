@@ -36,7 +36,7 @@ class Values:
         self._nbytes = 0
 
     def apply(self, request: Request) -> StoreReply:
-        """Apply any request but Get, and return the reply.
+        """Apply a request other than Get, and return the reply.
 
         Raises:
             ValueError: the request is refused, and no value has changed.
@@ -70,7 +70,7 @@ class Values:
         """Return the first of these keys that does not exist, or None if all exist.
 
         Raises:
-            ValueError: too many keys for one request.
+            ValueError: `keys` has more keys than one request may have.
         """
         if len(keys) > MAX_KEYS_AT_ONCE:
             raise ValueError(f"a request has at most {MAX_KEYS_AT_ONCE} keys, got {len(keys)}")
@@ -90,7 +90,7 @@ class Values:
         return StoreReply([self._values[key] for key in keys])
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
-        """Remove all keys for which `is_outdated` is true."""
+        """Remove all keys for which `is_outdated` returns True."""
         for key in [key for key in self._values if is_outdated(key)]:
             self._remove(key)
 

@@ -14,7 +14,7 @@ FEW_FAILURES = 2
 
 
 class Retries:
-    """Records failures, and the time until which each failure delays a retry."""
+    """Records failures of operations, members and stores, and delays retries after them."""
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -30,14 +30,18 @@ class Retries:
         return now >= self._retry_at.get(kind, now)
 
     def on_failure(self, kind: str, now: float) -> int:
-        """Delay the next operation of this kind. Return the kind's number of failures in a row."""
+        """Record a failed operation of this kind, and delay the next operation of this kind.
+
+        Returns:
+            Number of failures of this kind in a row.
+        """
         failures = self._failures[kind] = self._failures.get(kind, 0) + 1
         backoff_s = self._config.retry_s * 2.0 ** min(failures - 1, 32)
         self._retry_at[kind] = now + min(backoff_s, self._config.retry_max_s)
         return failures
 
     def exclude(self, instance_ids: Collection[str], now: float) -> None:
-        """Exclude members from new generations for `retry_max_s`."""
+        """Exclude these members from new generations for `retry_max_s` seconds."""
         kept = {each: until for each, until in self._excluded_until.items() if now < until}
         self._excluded_until = kept | dict.fromkeys(instance_ids, now + self._config.retry_max_s)
 
@@ -45,9 +49,9 @@ class Retries:
         return {each for each, until in self._excluded_until.items() if now < until}
 
     def on_store_failure(self, target: Generation, now: float) -> None:
-        """Record that the preparation of `target` failed.
+        """Record that the preparation of the generation `target` failed.
 
-        The rendezvous store of `target`, which a member runs, may be the cause. The next
+        One member of `target` runs the rendezvous store, which may be the cause. The next
         preparation therefore prefers the store of another member.
         """
         holders = {
@@ -70,7 +74,7 @@ class Retries:
         )
 
     def begin_at_once(self, kind: str) -> None:
-        """Remove the delay of this kind of operation.
+        """Allow the next operation of this kind to begin without delay.
 
         Call this method when the next attempt has other members than the failed attempt.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """Deadlines in seconds, and thresholds, by which the controller changes a group."""
+    """The deadlines, in seconds, and the thresholds of the topology controller."""
 
     #: Time from the first status to the first decision, in which all ranks can report.
     settle_s: float = 1.0

@@ -78,8 +78,8 @@ class Coordinator:
             port: port for the ranks. 0: any free port.
             http_port: port for HTTP. 0: any free port.
             config: deadlines and thresholds.
-            key: key of the service, which clients need to report and to change the topology. None:
-                no authentication.
+            key: key of the service. Ranks need the key to connect, and HTTP clients need it to
+                change the topology. None: no authentication.
 
         Raises:
             zmq.ZMQError: an address is in use.
@@ -154,8 +154,8 @@ class Coordinator:
     def run(self) -> int:
         """Run until `stop` is called and the loop has ended. Return the exit code 0.
 
-        After `stop`, the loop ends as soon as no rank serves. When LINGER_S has passed, the loop
-        continues only while all serving ranks are leaving.
+        After `stop`, the loop ends as soon as no rank serves. After LINGER_S more seconds, the loop
+        also ends if any serving rank is not shutting down.
         """
         self._server.start()
         poller = zmq.Poller()

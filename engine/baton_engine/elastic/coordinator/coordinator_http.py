@@ -115,7 +115,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         )
 
     def _may_change(self, method: str, body: bytes) -> bool:
-        """Return whether a request may change the topology. If not, send the refusal.
+        """Return whether a request may change the topology. If not, send an error response.
 
         A request needs a known path, and the service key if the service has one.
         """
@@ -126,7 +126,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         return self._has_route(method)
 
     def _has_route(self, method: str) -> bool:
-        """Return whether the request's path and method exist. If not, send the refusal."""
+        """Return whether the request's path and method exist. If not, send an error response."""
         methods = METHODS.get(self.path)
         if methods is None:
             paths = "GET and PUT /topology, POST /rebalance, GET /health, /ready, /metrics"

@@ -96,7 +96,7 @@ class Operation:
 
 
 def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
-    """Return an operation that continues a commit of `target` by an earlier coordinator process."""
+    """Return an operation that continues the commit of `target` that an earlier process began."""
     kind = "recover" if target.urgent else "form" if previous is None else "scale"
     operation = Operation(
         kind, target.operation_id, frozenset(each.name for each in target.members), now
@@ -133,9 +133,9 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank ignores the target, because its own generation is not older.
+    """Return whether a living rank serves in a newer generation than the target.
 
-    The rank serves in another generation, whose number is at least the target's number.
+    The same number with another nonce counts as newer. Such a rank ignores the target.
     """
     return any(
         generation.number >= target.number and generation.nonce != target.nonce
@@ -144,7 +144,7 @@ def overtaken(roster: Roster, target: Generation) -> bool:
 
 
 def lost_members(roster: Roster, target: Generation) -> list[str]:
-    """Return the names of members that cannot prepare the target generation."""
+    """Return the names of members that are dead or otherwise unable to prepare the target."""
     return [
         member.name
         for member in target.members
@@ -189,7 +189,7 @@ def not_committed(roster: Roster, target: Generation) -> list[str]:
 
 
 def not_retired(roster: Roster, operation: Operation, target: Generation) -> list[str]:
-    """Return the names of ranks outside the target that still serve in the previous generation."""
+    """Return the names of ranks that serve in the previous generation and are not in the target."""
     return [
         status.member.name
         for status, generation in roster.serving()

@@ -20,7 +20,7 @@ def key_of(generation: Generation) -> GenerationKey:
 
 
 def nonce_of(number: int, drawn: str) -> str:
-    """Return a nonce that contains a generation's number and the random text `drawn`.
+    """Return a nonce made of a generation's number and the random text `drawn`.
 
     The coordinator reads the number from nonces that ranks report.
     """
@@ -32,7 +32,7 @@ MAX_DIGITS = 15
 
 
 def number_of(nonce: str) -> int:
-    """Return the generation's number in a nonce, or 0 if the nonce contains no number."""
+    """Return the generation number that a nonce contains, or 0 if it contains none."""
     number, dot, _ = nonce.partition(".")
     known = dot and number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS
     return int(number) if known else 0
@@ -125,7 +125,7 @@ class Roster:
         self.replaced = alive.keys() - self.living.keys()
 
     def find_by_name(self, name: str) -> Rank | None:
-        """Return the living instance of this name, else the latest instance, else None."""
+        """Return the living instance of this name, else the last registered one, else None."""
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
         return max(
             ranks,
@@ -134,7 +134,7 @@ class Roster:
         )
 
     def is_left_behind(self, instance_id: str, present: Generation | None) -> bool:
-        """Return whether an instance serves although it or its generation was replaced."""
+        """Return whether an instance still serves, but it or its generation has been replaced."""
         rank = self.ranks.get(instance_id)
         generation = None if rank is None else serves_in(rank.status)
         if generation is None:
@@ -148,14 +148,14 @@ class Roster:
         )
 
     def serving(self) -> Iterator[tuple[Status, Generation]]:
-        """Yield (status, generation) for each living rank that has a generation."""
+        """Yield (status, generation) for each living rank that is SERVING or BROKEN."""
         for status in self.living.values():
             generation = serves_in(status)
             if generation is not None:
                 yield status, generation
 
     def present(self) -> Generation | None:
-        """Return the highest generation that a living rank reports, or None.
+        """Return the highest generation in which a living rank serves, or None if none serves.
 
         If two generations have the same number, return the generation that more ranks report.
         """
@@ -170,7 +170,7 @@ class Roster:
 
 
 def _position(status: Status) -> tuple[object, ...]:
-    """Return the fields of a status that change while the rank's engine loop makes progress."""
+    """Return the fields of a status. If any of them changes, the engine loop made progress."""
     nonce = "" if status.generation is None else status.generation.nonce
     return (
         status.phase,

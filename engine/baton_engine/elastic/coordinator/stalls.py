@@ -35,9 +35,9 @@ class Stalls:
         self.reason = ""
 
     def update(self, present: Generation | None, now: float) -> None:
-        """Mark a rank as stalled if all other ranks wait for it.
+        """Mark a rank as stalled if all other ranks have waited too long for this rank.
 
-        If the ranks seem stalled but the stalled rank is unknown, set `reason`. The controller then
+        If a stall is suspected but the stalled rank is unknown, set `reason`. The controller then
         probes all ranks.
         """
         self.reason = ""
@@ -61,18 +61,20 @@ class Stalls:
             self.reason = f"a step has run for more than {step_limit_s:g} s"
 
     def on_target(self) -> None:
-        """Double the time limit of a step if the new generation is a probe of all ranks.
+        """Double the time limit of steps if the new target generation is a probe of all ranks.
 
-        A probe interrupts the ranks, so that the stalled rank is found.
+        A probe interrupts all ranks, also those whose step is only slow. The longer limit gives
+        such a step time to end.
         """
         if self.reason:
             self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
 
     def exclude_stalled(self, target: Generation, since: float, now: float) -> str:
-        """Mark members as stalled if they do not react to an urgent target.
+        """Mark members as stalled if they do not react to an urgent target in time.
 
         Args:
-            target: the generation in preparation. It is urgent if the present generation is broken.
+            target: the generation in preparation. A target is urgent if the present generation
+                cannot continue or seems stalled.
             since: start of the preparation, in seconds.
             now: the time, in seconds.
 
@@ -99,7 +101,7 @@ class Stalls:
         self._roster.stalled.update(member.instance_id for member in members)
 
     def _ranks(self, present: Generation) -> list[Rank]:
-        """Return the members of `present` if there are several and all serve, else no members."""
+        """Return the members of `present`. Empty if there is only one or not all of them serve."""
         ranks = [
             self._roster.ranks[each.instance_id]
             for each in present.members

@@ -110,7 +110,9 @@ class TopologyController:
                 self._inferred = generation
 
     def on_request(self, request: TopologyRequest) -> OperationRefusal | None:
-        """Set the desired members, as PUT /topology requests. A repeated request changes nothing.
+        """Set the desired members from a PUT /topology request.
+
+        A repeated request is accepted and changes nothing.
 
         Returns:
             Why the request is refused, or None if it is accepted.
@@ -172,7 +174,7 @@ class TopologyController:
         return Directive(dismissed=self._roster.is_left_behind(instance_id, self._present))
 
     def _current_directive(self) -> Directive:
-        """Return the directive to prepare or commit a target. It is empty if there is no target."""
+        """Return the directive to prepare or commit a target, or an empty one without a target."""
         operation, stranded = self._operation, self._stranded_commit
         if operation is not None and operation.active and operation.target is not None:
             return Directive(operation.target, operation.committed)
@@ -183,8 +185,8 @@ class TopologyController:
     def _is_recipient(self, instance_id: str, target: Generation) -> bool:
         """Return whether an instance is a member of `target`, or votes on its commit.
 
-        The ranks that serve in the present generation or the operation's previous one vote. They
-        still receive the target after they have committed it.
+        The voters serve in the present generation or in the operation's previous generation. A
+        voter still receives the target after it has committed the target.
         """
         voting = {
             None if self._operation is None else self._operation.previous,
@@ -207,11 +209,11 @@ class TopologyController:
 
     @property
     def imbalance(self) -> float:
-        """Imbalance of the last measuring window; 0 if none was measured."""
+        """Imbalance of the last measuring window. 0 before the first window has ended."""
         return self._balance.imbalance
 
     def status(self, now: float) -> TopologyStatus:
-        """Return the topology for GET /topology."""
+        """Return the topology, as the response to GET /topology."""
         return topology_status(self._planner(now), self._operation, now)
 
     # State
@@ -225,8 +227,8 @@ class TopologyController:
     def _has_settled(self, now: float) -> bool:
         """Return whether all ranks have had time to report since the first status.
 
-        This time is `dead_after_s` if a member of the present generation has not reported.
-        Otherwise it is `settle_s`.
+        The ranks have `dead_after_s` seconds if a member of the present generation has not reported
+        yet, otherwise `settle_s` seconds.
         """
         if self._first_status_at is None:
             return False
@@ -269,7 +271,7 @@ class TopologyController:
     # Start of an operation
 
     def _resume(self, now: float) -> bool:
-        """Continue a commit of an earlier coordinator process that some ranks have not completed.
+        """Continue a commit that an earlier coordinator process began but did not complete.
 
         Returns:
             Whether there is such a commit.
@@ -358,7 +360,7 @@ class TopologyController:
         return now < self._first_ready_at + self._config.form_after_s
 
     def _acknowledge(self, now: float) -> None:
-        """Complete a request that the present generation already satisfies."""
+        """Mark the last request as done, because the present generation already satisfies it."""
         operation_id = self._operation_id()
         if self._present is None or self._request is None or self._acknowledged == operation_id:
             return
@@ -414,8 +416,8 @@ class TopologyController:
     def _follow_preparation(self, operation: Operation, now: float) -> None:
         """Commit the operation's target, the next generation, when all members are prepared.
 
-        If the preparation fails or the target no longer fits the group, end the operation, and the
-        previous generation continues.
+        If the preparation fails or the target no longer fits the group, end the operation. The
+        previous generation then continues.
         """
         target = operation.target
         assert target is not None

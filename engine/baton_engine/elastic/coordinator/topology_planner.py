@@ -56,7 +56,7 @@ class TopologyPlanner:
             defect: why the present generation must be replaced although all its members serve.
                 Empty: no replacement is needed.
             rebalance: whether a rebalance was requested.
-            now: the time. The call starts the next measuring window of `balance` if one has ended.
+            now: the time. If a measuring window of `balance` has ended, the next window starts.
         """
         if self.present is None:
             return self._form() if self.desired else None
@@ -167,11 +167,10 @@ class TopologyPlanner:
         return ""
 
     def ends(self) -> bool:
-        """Return whether the group ends.
+        """Return whether the whole group has finished, so that its ranks can be dismissed.
 
-        The group ends when all serving ranks are shutting down and have no requests, and no other
-        rank can become a member. Until then, the ranks need each other's experts to complete their
-        requests.
+        This is so when all serving ranks are shutting down and have no requests, and no other rank
+        can become a member. Until then, the ranks need each other's experts to complete requests.
         """
         serving = [status for status, _ in self.roster.serving()]
         all_idle = all(
@@ -188,10 +187,11 @@ class TopologyPlanner:
         )
 
     def _recover(self, present: Generation, reason: str) -> Need:
-        """Return the change to a generation of the survivors and new members.
+        """Return the change to a generation of surviving members and new members.
 
-        The survivors keep their order and get the lowest ranks. Unwanted and excluded survivors
-        leave. If this leaves no survivor and no new member, all survivors stay.
+        Survivors are members of `present` that still serve. They keep their order and get the
+        lowest ranks. Unwanted and excluded survivors leave. If this leaves no survivor and no new
+        member, all survivors stay.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}

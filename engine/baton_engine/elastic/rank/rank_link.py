@@ -53,9 +53,9 @@ HEARTBEAT_MS = 1000
 
 
 class RankLink:
-    """The connections of one rank, and the thread that uses them. Thread-safe.
+    """The connections of one rank to the coordinator and to other ranks. Thread-safe.
 
-    `start` starts the thread.
+    `start` starts the thread that uses the sockets.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class RankLink:
             host: address to bind.
             coordinator: host:port of the coordinator.
             deliver: called by the link's thread with each received message.
-            amend: returns a status with current values. The link's thread calls it with each status
-                before sending. It must not block.
+            amend: returns the given status with current values. The link's thread calls `amend`
+                each time before it sends the status. `amend` must not block.
             key: key of the service, which all peers must have. None: no authentication.
             wakeup_interval_s: interval between statuses if no field in `_decisive_fields` changes.
 
@@ -122,9 +122,9 @@ class RankLink:
         self._thread.start()
 
     def publish(self, status: Status) -> None:
-        """Set the status to send.
+        """Set the status that is sent to the coordinator at regular intervals.
 
-        Send it at once if a field has changed that the coordinator needs for its decisions.
+        The status is sent at once if any of its `_decisive_fields` has changed.
         """
         before, self._status = self._status, status
         if before is None or _decisive_fields(before) != _decisive_fields(status):
@@ -132,7 +132,7 @@ class RankLink:
             self._wake_pipe.wake()
 
     def set_peers(self, members: Sequence[TopologyMember]) -> None:
-        """Set the ranks that receive StartWaves. Stop repeating the current StartWave."""
+        """Set the ranks to which `start_wave` sends. Stop repeating the current StartWave."""
         addresses = [(member.host, member.link_port) for member in members]
         self._submit(lambda: self._connect(addresses))
 

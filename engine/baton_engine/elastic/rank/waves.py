@@ -68,7 +68,10 @@ class Waves:
         self._awaited = -1
 
     def begin(self) -> StartWave:
-        """Start a wave, because this rank has work or must vote. Return the StartWave to send."""
+        """Start a wave, and return the StartWave to send.
+
+        Call this method if this rank has work or must vote.
+        """
         assert not self.running, "the wave is already running"
         self.running = True
         return StartWave(self.generation, self.nonce, self.wave)
@@ -81,7 +84,7 @@ class Waves:
         self._join()
 
     def decide(self, votes: Sequence[StepVote]) -> StepDecision:
-        """Return the decision for a step. End the wave if no rank has work.
+        """Return the decision for the step that was voted on. End the wave if no rank has work.
 
         Args:
             votes: the votes of all ranks, in rank order.

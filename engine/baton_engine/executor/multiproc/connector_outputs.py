@@ -6,7 +6,7 @@ from baton_kv_transfer.connector import ConnectorOutput, LoadResult
 
 
 class OutputAggregator:
-    """Joins the KV connector reports of all workers. Not thread-safe.
+    """Combines the KV connector reports of all workers. Not thread-safe.
 
     Every worker holds a part of each KV block, so a transfer ends when it has ended on all workers.
     """
@@ -23,7 +23,7 @@ class OutputAggregator:
         """Add one worker's report.
 
         Returns:
-            True if a transfer has now ended on all workers.
+            Whether this report completes a transfer: it has now ended on all workers.
         """
         before = len(self._ended.finished_sending) + len(self._ended.load_results)
         for transfer_id in output.finished_sending:

@@ -287,7 +287,7 @@ class MultiprocExecutor(RemoteExecutor):
         return pending
 
     def _watch_for_stalls(self) -> None:
-        """Fail the engine if a worker neither answers nor ends, for example after SIGSTOP."""
+        """Fail all steps and calls if a worker neither answers nor ends, as after SIGSTOP."""
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None
         silent_s = 0.0

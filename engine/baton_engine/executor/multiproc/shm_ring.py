@@ -38,7 +38,7 @@ SPIN_S = 50e-6
 
 
 class RingMemory:
-    """The shared memory of the ring: 64-bit words, then slots.
+    """The shared memory of the ring: 64-bit counters, flags and lengths, then the message slots.
 
     The writer and all readers map the same file descriptor.
     """
@@ -139,8 +139,8 @@ class RingWriter:
 
         Args:
             timeout_s: limit of the wait.
-            check: called during the wait. An exception from `check` ends the wait, for example
-                because a reader has died.
+            check: called repeatedly during the wait. If `check` raises an exception, for example
+                because a reader has died, the wait ends with this exception.
 
         Raises:
             TimeoutError: the ring was full for `timeout_s`.
@@ -191,7 +191,7 @@ class RingReader:
         """Wait for the next message and return it.
 
         Raises:
-            EOFError: the writer has ended.
+            EOFError: the writer has closed the side channel.
         """
         memory = self._memory
         self._wait_for_message()
@@ -225,6 +225,9 @@ class RingReader:
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Receive one frame of the side channel. Queue a non-empty frame as a message."""
+        """Receive one frame of the side channel, and queue it as a message unless it is empty.
+
+        An empty frame only wakes the reader.
+        """
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

@@ -40,8 +40,8 @@ class WorkerProcesses:
             send_timeout_s: limit for sending to a process that does not read. After this time,
                 sending raises BlockingIOError.
             on_answer: called with rank and answer, from the watching thread.
-            on_death: called with rank and reason, from the watching thread. It is called if a
-                process cannot be started, or has ended and all its answers were received.
+            on_death: called with rank and reason, from the watching thread, if a process cannot be
+                started. Also called when a process has ended, after its last answer.
         """
         self._starts = starts
         self._environment = os.environ | environment
@@ -154,7 +154,7 @@ class WorkerProcesses:
         """Receive one answer of a worker and pass it to `on_answer`.
 
         Returns:
-            False if the connection is closed.
+            True if an answer was received. False if the connection is closed.
         """
         try:
             message = self.connections[rank].recv_bytes()

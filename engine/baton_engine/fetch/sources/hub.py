@@ -34,7 +34,7 @@ _NO_BAR: Any = partial(tqdm, disable=True)
 
 
 class HubSource:
-    """One repository at one revision. Files are read at the commit that `listing` returned."""
+    """A repository of a Hugging Face hub at one branch, tag or commit."""
 
     def __init__(self, model: HubModel) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class HubSource:
         return Listing(info.sha, tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of a file from `offset` on to `target`."""
+        """Read a file from byte `offset` to the end, and append the bytes to `target`."""
         with self._translated():
             http_get(
                 hf_hub_url(self._model.repo, file.name, revision=revision, endpoint=self._endpoint),

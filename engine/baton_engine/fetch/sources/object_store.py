@@ -50,7 +50,7 @@ _DENIED = (
 
 
 class ObjectStoreSource:
-    """A model whose files are the objects directly below a prefix.
+    """A model whose files are the objects under a prefix of a bucket.
 
     Reading an object fails if the object's ETag has changed since the listing.
     """
@@ -83,7 +83,7 @@ class ObjectStoreSource:
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
-        """Return the objects directly below the prefix and POOLING_FILE.
+        """Return the objects directly below the prefix and directly below its POOLING_FOLDER.
 
         The revision is a hash of the names, sizes and ETags.
         """
@@ -107,7 +107,7 @@ class ObjectStoreSource:
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of an object from `offset` on to `target`."""
+        """Read an object from byte `offset` to the end, and append the bytes to `target`."""
         if offset >= file.size:
             return
         path = f"{self._model.prefix}/{file.name}"
@@ -129,7 +129,7 @@ class ObjectStoreSource:
     def _translated(self) -> Iterator[None]:
         """Convert exceptions of `obstore` to FetchError or TransientError.
 
-        Where `obstore` has no exception class for a failure, the text of the message decides.
+        If `obstore` has no exception class for a failure, the error message decides.
         """
         try:
             yield

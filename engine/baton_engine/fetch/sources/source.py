@@ -39,7 +39,7 @@ class Source(Protocol):
         """
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of a file from `offset` on to `target`.
+        """Read a file from byte `offset` to the end, and append the bytes to `target`.
 
         Bytes that were appended before an error are valid, so a retry can continue after them.
 

@@ -28,7 +28,7 @@ class HubModel:
 
     @property
     def name(self) -> str:
-        """The name that clients use by default."""
+        """Default model name in requests of clients."""
         return self.repo
 
 
@@ -47,7 +47,7 @@ class StoredModel:
 
     @property
     def name(self) -> str:
-        """The name that clients use by default."""
+        """Default model name in requests of clients."""
         return self.prefix.rpartition("/")[2]
 
 

@@ -75,7 +75,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Post-norm transformer layer: attention, then an MLP, each added and normalized."""
+    """Post-norm transformer layer: attention and MLP, each with a residual addition and a norm."""
 
     def __init__(self, config: CheckpointConfig, group: Group) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ _DENSE_AND_NORM = ("dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.
 
 @register
 class BertForMaskedLM(BertModel):
-    """A BERT checkpoint for masked language modeling, without its output layer."""
+    """The encoder of a BERT checkpoint for masked language modeling. Ignores its output layer."""
 
 
 @register

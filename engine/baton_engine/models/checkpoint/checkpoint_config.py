@@ -122,14 +122,14 @@ class CheckpointConfig:
 
     @property
     def pair_format(self) -> PairFormat | None:
-        """How two texts become one prompt. None: the model does not score pairs of texts."""
+        """How two texts are joined into one prompt. None: the model cannot score text pairs."""
         if self.task is not Task.CLASSIFY:
             return None
         return PairFormat.TOKENIZER if self.is_encoder else PairFormat.QWEN3_RERANKER
 
     @property
     def runs_whole_prompts(self) -> bool:
-        """Whether a prompt's result depends on hidden states of tokens before the last one."""
+        """Whether all tokens of a prompt must be computed, so that no cached prefix is used."""
         pooling = self.pooling
         return pooling is not None and (pooling.type is not PoolingType.LAST or self.is_encoder)
 
@@ -399,8 +399,9 @@ def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, Rope
 def _yarn_attention_factor(parameters: Json, factor: float) -> float:
     """Return YaRN's attention factor, by which cosines and sines are multiplied.
 
-    The config's `attention_factor` is used if set. Otherwise the factor is computed by DeepSeek's
-    formula if `mscale` and `mscale_all_dim` are set, else by Peng et al. 2023, section 3.4.
+    The config's `attention_factor` is used if set. If `mscale` and `mscale_all_dim` are set
+    instead, DeepSeek's formula is used. Otherwise, the formula of Peng et al. 2023, section 3.4, is
+    used.
     """
 
     def sharpening(mscale: float) -> float:

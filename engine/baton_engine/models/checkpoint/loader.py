@@ -249,7 +249,7 @@ def _read_samples(path: Path, name: str) -> bytes:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    """Return the name of the weight file of each tensor, by tensor name."""
+    """Read the index file. Return the name of each tensor's weight file, by tensor name."""
     index_file = path / INDEX_FILE
     try:
         weight_map = read_json(path, INDEX_FILE, MAX_HEADER_BYTES)["weight_map"]
@@ -328,10 +328,12 @@ def _read_file(path: Path, name: str, max_bytes: int) -> tuple[dict[str, TensorE
 
 
 def _read_span(tensor: str, info: dict[str, Any]) -> tuple[int, int]:
-    """Check the header of a tensor. Return where its data begins and ends in the file's data.
+    """Check a tensor's header entry. Return the (begin, end) offsets of its data.
+
+    The offsets are relative to the byte after the file's header.
 
     Raises:
-        ValueError, KeyError, TypeError: the header is malformed.
+        ValueError, KeyError, TypeError: the entry is malformed.
     """
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str):

@@ -26,7 +26,7 @@ CLASSIFIES = "ForSequenceClassification"
 
 
 class PoolingType(enum.StrEnum):
-    """The hidden states that become the vector of a prompt."""
+    """The hidden states from which the vector of a prompt is computed."""
 
     LAST = "last"
     MEAN = "mean"
@@ -68,7 +68,7 @@ def load_pooling_config(
     is_encoder: bool = False,
     label_tokens: Sequence[str] = (),
 ) -> PoolingConfig | None:
-    """Return how the model in folder `path` pools prompts. None: the model generates text.
+    """Return the pooling configuration of the model in `path`. None: the model generates text.
 
     Args:
         path: folder of the checkpoint.
@@ -112,7 +112,7 @@ def load_pooling_config(
 
 
 def _token_ids(path: Path, tokens: Sequence[str]) -> tuple[int, ...]:
-    """Return the ids of the two tokens of a classifier."""
+    """Return the token ids of `tokens`, the two label tokens of a classifier."""
     is_list = isinstance(tokens, list | tuple)
     if not is_list or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
         raise ModelInvalid(f"{path}: classifier_from_token must be two tokens, got {tokens!r}")
@@ -146,7 +146,7 @@ def _parse_modules(path: Path) -> PoolingConfig:
 
 
 def _read_module(path: Path, folder: str) -> dict[str, Any]:
-    """Return config.json of a module in a folder of the checkpoint."""
+    """Return the config.json of the `sentence-transformers` module in subfolder `folder`."""
     if folder in ("", ".", "..") or "/" in folder or (path / folder).is_symlink():
         raise ValueError(f"the module's path {folder!r} is not a folder of the checkpoint")
     try:

@@ -49,7 +49,7 @@ WeightTargets = dict[str, WeightTarget]  # by the tensor's name in the checkpoin
 
 
 def whole_targets(prefix: str, parameters: Mapping[str, Tensor | None]) -> WeightTargets:
-    """Return the targets of parameters that every rank holds whole.
+    """Return the weight targets of parameters that are not split over ranks.
 
     A parameter that is None has no target.
     """
@@ -62,7 +62,7 @@ def whole_targets(prefix: str, parameters: Mapping[str, Tensor | None]) -> Weigh
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Layers and heads of one rank. The rank's KV cache has the same layers and KV heads."""
+    """The layers and heads that one rank holds, and that its KV cache has."""
 
     first_layer: int
     num_layers: int

@@ -62,7 +62,7 @@ class _Load:
 
 
 class KVHandoff:
-    """The KV transfers of one scheduler. There are none without a KV connector."""
+    """The KV transfers of one scheduler. Empty if the engine has no KV connector."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -81,9 +81,9 @@ class KVHandoff:
 
     @property
     def num_held(self) -> int:
-        """Number of transfers in progress that belong to no unfinished request.
+        """Number of transfers in progress whose request has ended, and of empty loads.
 
-        Either the request of the transfer has ended, or the transfer is an empty load.
+        An empty load transfers no blocks. It only makes the producer free the request's blocks.
         """
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
@@ -142,11 +142,11 @@ class KVHandoff:
     # Consumer
 
     def wait(self, request: Request) -> None:
-        """Make the peer that computes a request's prompt keep the blocks until the load starts.
+        """Keep the prompt's blocks on the producer until the request's load starts.
 
-        The connector sends a message that extends the lease of the blocks, which could otherwise
-        expire while the request waits for memory. The message is not sent if the load starts in the
-        next step.
+        The connector sends a message that extends the lease of the blocks. Otherwise, the lease
+        could expire while the request waits for memory. If the load starts in the next step, no
+        message is sent.
         """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(
@@ -172,7 +172,7 @@ class KVHandoff:
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:
-        """Cancel the load of a request. The load still ends with a result, but sooner."""
+        """Ask the connector to cancel the load of a request. The load still ends with a result."""
         load = self._load_of(request)
         if load is not None and load.result is None and not load.cancelled:
             load.cancelled = True
@@ -184,7 +184,7 @@ class KVHandoff:
         return load.result if load is not None else None
 
     def end_load(self, request: Request) -> None:
-        """Remove the request's load, which has ended. The request then owns its blocks."""
+        """Remove the load of a request after it has ended."""
         del self._loads[_transfer(request).transfer_id]
 
     # Both
@@ -193,7 +193,7 @@ class KVHandoff:
         """Free the blocks of a finished request, now or when the request's transfer ends.
 
         Args:
-            aborted: whether the request was aborted or failed. If so, its send to a peer is
+            aborted: whether the request was aborted or failed. If so, its transfer to a peer is
                 cancelled even if all blocks are published.
         """
         if request.kv_transfer is not None:
@@ -215,7 +215,7 @@ class KVHandoff:
         self._kv.free(request)
 
     def cancel_finished(self, request_id: str) -> None:
-        """Cancel the sends of a request that has already ended.
+        """Cancel the transfer to a peer of a request that has already ended.
 
         The client has aborted the request, so no peer will load the blocks.
         """
@@ -224,7 +224,7 @@ class KVHandoff:
                 self._cancel_send(transfer_id, send)
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Record which transfers have ended, and free the blocks of finished requests.
+        """Record the transfers that have ended. Free the blocks of those whose request has ended.
 
         Returns:
             Unfinished requests whose load has ended. `load_result` returns the result of each.

@@ -18,7 +18,7 @@ EARLY_RESULTS_KEPT = 1024
 
 
 class RemotePrefill:
-    """Continues a request once both its block load and its prefill stage have ended."""
+    """Continues a request when its block load and its prefill stage on a peer have both ended."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.kv = state.kv
@@ -33,7 +33,7 @@ class RemotePrefill:
         self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
 
     def take_early(self, request_id: str) -> PrefillResult | None:
-        """Remove and return the prefill result that arrived before its request, or None."""
+        """Remove and return the result that arrived before its request. None if there is none."""
         return self._early_results.pop(request_id, None)
 
     def remember_early(self, result: PrefillResult) -> None:
@@ -45,7 +45,7 @@ class RemotePrefill:
             self._remember(result.request_id, result)
 
     def forget(self, request_id: str) -> None:
-        """Discard present and future results of a request that has ended or was refused.
+        """Discard stored and later results of a request that has ended or was refused.
 
         A late result must not reach another request with the same id.
         """
@@ -55,8 +55,9 @@ class RemotePrefill:
         """Record the result of the request's prefill stage.
 
         Returns:
-            The decisions of `end_load_if_ready`. Empty if the request no longer waits for this
-            result.
+            The decisions of `end_load_if_ready` if the request's load has started. If no peer
+            computes the prompt and this engine may, the decision to queue the request. Otherwise,
+            an empty list.
         """
         if (
             request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
@@ -88,8 +89,9 @@ class RemotePrefill:
         """Continue or end a request whose load and prefill stage have both ended.
 
         Returns:
-            The decision to continue or end the request, and the decisions to end the samples that
-            wait for a failed load. Empty if the load or the prefill stage has not ended.
+            The decision to continue or end the request. If a failed load ends the request, other
+            requests of its `SampleGroup` that wait for this load end too. The list is empty if the
+            load or the prefill stage has not ended.
         """
         result, prefill = self.handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:

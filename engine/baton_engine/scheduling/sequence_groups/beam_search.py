@@ -100,7 +100,7 @@ class FinishedBeams(Generic[T]):
         self._entries: list[tuple[float, T]] = []
 
     def add(self, score: float, hypothesis: T) -> None:
-        """Insert `hypothesis` by its score. Drop the worst if there are now more than `width`."""
+        """Insert `hypothesis` by its score. If there are now more than `width`, drop the worst."""
         place = bisect.bisect_right(self._entries, -score, key=lambda entry: -entry[0])
         self._entries.insert(place, (score, hypothesis))
         del self._entries[self._width :]
@@ -126,8 +126,9 @@ def advance(
 
     Args:
         beams: live beams: one at the start, at most `width` later.
-        candidates: continuations of each live beam, best first. A beam needs at least 2 * width of
-            them, including `width` that are not stop tokens, unless the vocabulary is smaller.
+        candidates: continuations of each live beam, best first. A beam needs at least 2 * width
+            continuations, of which at least `width` are not stop tokens. If the vocabulary is too
+            small, all its tokens are enough.
             Continuations with log-probability -inf are skipped.
         finished_scores: scores of the hypotheses that are already finished, at most `width`, in
             any order.
@@ -169,8 +170,8 @@ def _cannot_improve(
 ) -> bool:
     """Return whether the search is over although live beams are left.
 
-    With `early_stopping`, the search is over when `width` hypotheses are finished. Without it, the
-    best live beam must also not score better than the worst of these hypotheses. The live beam is
+    With `early_stopping`, the search is over when `width` hypotheses are finished. Otherwise, the
+    best live beam must also have no better score than the worst of these. The live beam is
     scored at its present length, as in `transformers`. With a positive length penalty, a longer
     continuation could still score better, but rarely does.
     """

@@ -52,7 +52,7 @@ class BeamSearches:
     def restart(self, root: Request) -> None:
         """Restart a preempted search from its prompt.
 
-        The search is deterministic, so the same beams follow, and they share blocks again.
+        The search is deterministic, so it produces the same beams, which share blocks again.
         """
         group = _group(root)
         self.give_up(root)
@@ -63,8 +63,8 @@ class BeamSearches:
         """Record how many free blocks a preempted search needs to restart.
 
         The search needs the blocks that it holds now, and one more for each beam. With fewer
-        blocks, it would be preempted at the same point again. Call this before the blocks are
-        freed.
+        blocks, the search would be preempted at the same point again. Call this method before the
+        search's blocks are freed.
         """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}

@@ -19,7 +19,7 @@ class SampleGroups:
         self._with_waiting: dict[int, SampleGroup] = {}
 
     def join(self, group_id: str, request: Request) -> None:
-        """Add `request` to its group, which the first request creates.
+        """Add `request` to the group `group_id`. The first request creates the group.
 
         A request that loads the prompt's KV from a peer loads it for the whole group.
 
@@ -47,7 +47,7 @@ class SampleGroups:
         self._groups[group_id] = group
 
     def lead(self, request: Request) -> None:
-        """Make `request`, which now starts, the member of its group that computes the prompt.
+        """Make `request` the member of its group that computes the prompt.
 
         Do nothing if `request` has no group.
         """
@@ -69,8 +69,8 @@ class SampleGroups:
     def source(self, request: Request, step: StepBuilder) -> Request | None:
         """Return a request whose prompt blocks `request` can share, or None.
 
-        The returned request is running or has loaded its KV, and steps before `step` compute the
-        shared tokens.
+        The returned request is running or has loaded its KV. The shared tokens are computed by
+        steps before `step`.
         """
         for member in request.group.members.values() if request.group is not None else ():
             if (
@@ -87,7 +87,7 @@ class SampleGroups:
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
         """Return whether a request of the group is computing or loading the prompt's KV.
 
-        The other requests of the group then wait.
+        If so, the other requests of the group wait.
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.
@@ -110,7 +110,7 @@ class SampleGroups:
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> LazyDecisions[Queued]:
-        """Release the held requests of groups whose prompt is no longer being computed or loaded.
+        """Release the waiting requests of each group whose prompt is not being computed or loaded.
 
         Yield the decision that queues each request.
         """

@@ -15,7 +15,7 @@ from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 
 
 class StepBuilder:
-    """Builds the `SchedulerOutput` of one step, range by range."""
+    """Builds the `SchedulerOutput` of one step from ranges of tokens."""
 
     def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
         """Create an empty step.
@@ -90,7 +90,7 @@ class StepBuilder:
         return self._kv.make_writable(sequence, sequence.num_computed_tokens, end)
 
     def run_decode(self, sequence: Request) -> None:
-        """Schedule the next token of a sequence, with a new or copied block if it needs one.
+        """Schedule the next token of a sequence. Allocate or copy a block if the token needs one.
 
         Call `has_memory_for` first.
         """
@@ -107,7 +107,7 @@ class StepBuilder:
         """Schedule the next `num_tokens` tokens of a sequence whose blocks are allocated.
 
         Args:
-            copies: block copies that `reserve` has returned.
+            copies: block copies that `reserve` has returned. None: no block is copied.
         """
         entry = in_flight.count_scheduled(sequence, num_tokens)
         self.ranges.append(entry)

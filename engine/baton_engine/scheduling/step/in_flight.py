@@ -47,7 +47,7 @@ def count_scheduled(sequence: Request, num_tokens: int) -> ScheduledRange:
 
 
 def count_returned(entry: ScheduledRange) -> None:
-    """Subtract a range whose results have arrived from the counters of steps and tokens in flight.
+    """Remove a range, whose results have arrived, from the counters of work in flight.
 
     The caller then appends the token that the range sampled.
     """
@@ -75,10 +75,13 @@ class RunAhead:
     def allows(self, request: Request) -> bool:
         """Return whether the next tokens of `request` may run before its steps in flight return.
 
-        Prompt tokens may run. A placeholder, a token that a step in flight will sample, may run
-        with two exceptions. `max_tokens` or `max_model_len` may allow no token after it. A grammar
-        or a KV transfer may need the sampled token first. If the sampled token ends the request,
-        the results of later steps are ignored.
+        If `enabled` is False, no token may run. Otherwise, prompt tokens may run. A placeholder (a
+        token that a step in flight will sample) may run, except in two cases:
+
+        - `max_tokens` or `max_model_len` allows no token after the placeholder.
+        - The request has a grammar or a KV transfer, which needs the sampled token first.
+
+        If the sampled token ends the request, the results of later steps are ignored.
         """
         if not self.enabled:
             return False

@@ -36,8 +36,7 @@ class StepResults:
             ran: results from the workers.
 
         Raises:
-            RuntimeError: a request has sampled but was not scheduled to sample, or has not sampled
-                but was scheduled to sample.
+            RuntimeError: the requests that sampled are not those that were scheduled to sample.
         """
         sampled, vectors = ran.sampled_token_ids, ran.pooler_output
         has_optional_outputs = bool(ran.prompt_logprobs or ran.routed_experts)
@@ -130,7 +129,7 @@ class StepResults:
 
         A search that advances may free blocks, and the step under construction may swap KV into
         these blocks. Therefore, call this method after the step's last swap-in. Start no KV load in
-        the same step, because the load could be given these blocks.
+        the same step, because the load could write to these blocks.
         """
         for request in self.running.values():
             if (finished := self.advance_beams(request)) is not None:

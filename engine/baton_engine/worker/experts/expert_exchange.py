@@ -38,7 +38,7 @@ def wanted_by(placement: Placement, rank: int) -> set[ExpertKey]:
 
 
 def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[ExpertTransfer]:
-    """Return the transfers of missing experts, ordered by layer. All ranks get the same list.
+    """Return the transfers of missing experts, ordered by layer. All ranks compute the same list.
 
     Experts that no rank holds are left out.
 

@@ -100,11 +100,11 @@ class ExpertStore:
         return Expert(self._prepare(gate_up), self._prepare(down))
 
     def to_parts(self, expert: Expert) -> list[Tensor]:
-        """Convert an expert to plain or quantized tensors in host memory, to send to a rank."""
+        """Convert an expert to plain or quantized tensors in host memory, to be sent."""
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
-        """Return uninitialized tensors for the parts of an expert that another rank sends."""
+        """Return uninitialized tensors that receive the parts of an expert from another rank."""
         shapes = [
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))

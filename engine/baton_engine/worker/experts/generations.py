@@ -54,7 +54,7 @@ class Join(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWorker:
-    """The properties of a worker that no generation changes."""
+    """The properties of a worker that are the same in all generations."""
 
     #: Id of the worker's engine.
     instance_id: str
@@ -107,7 +107,7 @@ class Generations:
         return Preparation() if self._prepared is None else self._prepared.status
 
     def commit(self, nonce: str) -> None:
-        """Run later steps in the prepared generation.
+        """Make the prepared generation current. Later steps run in this generation.
 
         Raises:
             ValueError: no generation with this nonce is prepared.
@@ -134,7 +134,7 @@ class Generations:
             retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """Drop the prepared generation if it has this nonce."""
+        """Drop the next generation, prepared or in preparation, if it has this nonce."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
@@ -163,7 +163,7 @@ class Generations:
             current.abort()
 
     def expert_bytes(self) -> int:
-        """Return the number of bytes to send to move this tensor rank's part of one expert."""
+        """Return the size of the message that sends this tensor rank's part of one expert."""
         parts = self._worker.store.new_parts(ExpertKey(layer=0, expert=0))
         return sum(part.nbytes for part in parts)
 
@@ -238,9 +238,9 @@ class _LocalGeneration:
             group.abort()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Leave the process groups of this generation after `grace_s` seconds. Idempotent.
+        """Leave the process groups of this generation in the background. Idempotent.
 
-        This happens in the background. The call does not wait for the preparation to end.
+        The groups are left `grace_s` seconds after the preparation has ended.
         """
         with self._lock:
             self._closed = True
@@ -319,7 +319,7 @@ class _LocalGeneration:
         """Receive missing experts from other members, and send the experts that others lack.
 
         Args:
-            held: experts that this rank can send. The new generation may not include all of them.
+            held: experts that this rank can send, even if it does not keep them.
         """
         try:
             group = self._join(f"weights-{self._worker.tensor_rank}", CPU, PEER_TIMEOUT_S)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class PreparationState(enum.StrEnum):
-    """State of the preparation of a generation."""
+    """State of the preparation of a generation (ranks and expert placement)."""
 
     #: No generation is prepared: none was requested, or the last one was committed or dropped.
     NONE = "none"
@@ -21,7 +21,7 @@ class PreparationState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """State of the preparation of one generation."""
+    """The preparation of one generation: nonce, state and reason of a failure."""
 
     #: Nonce of the generation.
     nonce: str = ""

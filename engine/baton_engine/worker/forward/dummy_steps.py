@@ -98,7 +98,7 @@ def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
 def run(
     forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor
 ) -> None:
-    """Run a step of dummy sequences, and sample if the model generates.
+    """Run a step of dummy sequences, and sample if this rank has the model's output layer.
 
     The step writes no KV and does not wait for other pipeline stages. `make_batch` describes the
     arguments.
@@ -116,7 +116,7 @@ def run(
 
 
 def sampling_inputs(num_rows: int) -> list[SamplingInput]:
-    """Return sampler inputs that alternate between filtered random sampling and greedy sampling."""
+    """Return inputs for `num_rows` rows, alternately random (top-k, top-p, min-p) and greedy."""
     ids = np.zeros(1, dtype=np.int64)
     kinds = [
         SamplingParams(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01),

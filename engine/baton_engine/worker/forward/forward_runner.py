@@ -38,7 +38,7 @@ INT32_MAX = 2**31 - 1
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """Return the backend that captures graphs on a device. None if the device has no graphs."""
+    """Return the backend that captures graphs on a device. None: the device supports no graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -62,7 +62,7 @@ class ForwardRunner:
             model: model with weights, on the device where it runs.
             plan: what to compile and capture.
             graph_backend: graph backend of the device. None only if the plan has no graphs.
-            fused: forward of the model in one operation. None: layers run one by one.
+            fused: the model's forward as one fused operation. None: layers run one by one.
         """
         self.plan = plan
         self.model = model
@@ -93,7 +93,7 @@ class ForwardRunner:
             hidden: output of the previous pipeline stage. None on the first stage.
 
         Returns:
-            The output of `Model.forward`. It is valid until the next call of `run`.
+            The output of `Model.forward`, which is valid until the next call of `run`.
         """
         context, num_tokens = batch.context, len(batch.input_ids)
         if context.routed_experts is not None:  # only uncompiled layers record the experts
@@ -125,7 +125,7 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def compile(self, kv_cache: Tensor) -> None:
-        """Trace the model in a first forward, and compile pieces for the sizes of the plan."""
+        """Trace the model, and compile its pieces for the `compile_sizes` of the plan."""
         if self.backend is None or self.backend.num_pieces:
             return
         self._forward = compile_model(self.model, self.backend)

@@ -32,9 +32,9 @@ class BlockSize:
 def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
     """Return the numbers of (cache blocks, host swap blocks) that fit in the configured budgets.
 
-    If `cache.swap_memory_bytes` is None, the swap blocks take SWAP_MEMORY_PERCENT of the memory
-    that the other blocks of all ranks leave, as if all ranks were on this host. There are at most
-    as many swap blocks as cache blocks.
+    If `cache.swap_memory_bytes` is None, swap blocks take SWAP_MEMORY_PERCENT of the memory that
+    cache and offload blocks leave. There are then at most as many swap blocks as cache blocks. The
+    computation assumes that all ranks run on this host.
 
     Raises:
         ConfigurationError: the cache budget is less than one block, or all budgets together are
@@ -71,18 +71,19 @@ def blocks_on_gpu(
 ) -> tuple[int, int]:
     """Return the numbers of (cache blocks, host swap blocks) of a rank on a GPU.
 
-    The room for cache blocks is the usable GPU memory, minus the memory of the largest step, of
-    captured graphs and of other processes. The usable memory is the fraction
-    `cache.gpu_memory_utilization` of all memory in cases 1 and 3, and all memory in case 2:
+    The number of cache blocks is one of these:
 
-    1. `cache.num_blocks` is set: the cache gets this number of blocks, which must fit in the room.
-    2. Only `cache.memory_bytes` is set, for all ranks together: the cache gets the blocks that
-       these bytes hold. This rank's part must fit in the room.
-    3. Neither is set: the cache gets all blocks that fit in the room.
+    1. `cache.num_blocks`, if it is set.
+    2. The number that `cache.memory_bytes` can hold on all ranks together, if only this is set.
+    3. All blocks that fit on the GPU, if neither is set.
+
+    The cache blocks must fit in the usable GPU memory, minus the memory of the largest step, of
+    captured graphs and of other processes. In case 2, all GPU memory is usable. Otherwise, the
+    fraction `cache.gpu_memory_utilization` is usable.
 
     The number of swap blocks is the number that `cache.swap_memory_bytes` can hold. If it is None,
-    swap blocks on this host take at most SWAP_MEMORY_PERCENT of the memory that the offload tier
-    leaves. There are then at most as many swap blocks as cache blocks.
+    swap blocks take at most SWAP_MEMORY_PERCENT of the host memory that the offload tier leaves.
+    There are then at most as many swap blocks as cache blocks.
 
     Args:
         cache: configuration of the cache.
@@ -129,11 +130,11 @@ def blocks_on_gpu(
 
 
 def _pinned_swap_blocks(cache: CacheConfig, size: BlockSize) -> int:
-    """Return the number of swap blocks that are pinned beside the offload tier.
+    """Return the number of swap blocks, which are pinned in host memory like offload blocks.
 
     Raises:
-        ConfigurationError: the pinned blocks of all ranks on this host do not fit in its available
-            memory.
+        ConfigurationError: the pinned blocks of all ranks on this host do not fit in the available
+            host memory.
     """
     # Every rank of this host has a GPU of its own.
     num_ranks = min(torch.cuda.device_count(), size.engine // size.rank)
@@ -159,7 +160,7 @@ def _pinned_swap_blocks(cache: CacheConfig, size: BlockSize) -> int:
 
 
 def _pinned_bytes(nbytes: int) -> int:
-    """Return the size of a pinned tensor, which PyTorch rounds up to a power of two."""
+    """Return the bytes that a pinned tensor takes. PyTorch rounds up to a power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 

@@ -55,7 +55,7 @@ class KVMemory:
         return self.cache.untyped_storage().nbytes() == 0
 
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy the KV blocks that the step evicts to host memory (the offload tier).
+        """Copy to host memory (the offload tier) the KV blocks that the step evicts.
 
         Call this before any other write of the step to the cache.
         """

@@ -34,7 +34,7 @@ class PeerMemory:
         *,
         staged: bool | None = None,
     ) -> None:
-        """Allocate slots in host memory, if blocks are copied through slots.
+        """Allocate staging slots in host memory, if blocks are copied through such slots.
 
         Args:
             cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.

@@ -53,7 +53,7 @@ def process_logits(
     eos_token_ids: Sequence[int],
     grammar_bitmask: Tensor | None,
 ) -> Tensor:
-    """Return the processed logits: a copy, or `logits` itself if no row needs processing.
+    """Apply biases, penalties and masks. Return a copy, or `logits` if no row needs a change.
 
     Args:
         logits: float32 [rows, vocab_size]; not changed.
@@ -78,7 +78,7 @@ def process_logits(
 def end_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
     """Return the ids of EOS tokens and of the request's stop tokens.
 
-    EOS tokens are included even with `ignore_eos`, because `min_tokens` masks them in any case.
+    EOS tokens are included even with `ignore_eos`, because `min_tokens` always masks them.
     """
     return {*eos_token_ids, *params.stop_token_ids}
 

@@ -23,7 +23,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Return the log-probability and rank of each row's chosen token, and the likeliest tokens.
 
-    The likeliest token comes first.
+    The likeliest tokens are in descending order of log-probability.
 
     Args:
         logits: raw logits, float32 [rows, vocab_size]. NaN counts as -inf.
@@ -79,7 +79,7 @@ def count_nans(logits: Tensor) -> list[int]:
 
 
 def without_nans(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the logits with -inf for NaN and the largest finite number for +inf.
+    """Replace NaN by -inf, and +inf by the largest finite number. Return the result.
 
     Args:
         out: tensor for the result, which may be `logits` itself. None: a new tensor.

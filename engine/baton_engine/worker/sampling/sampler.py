@@ -73,7 +73,7 @@ def sample(
     Args:
         logits: raw logits, float32 [rows, vocab_size]; not changed.
         inputs: one per row.
-        eos_token_ids: EOS tokens of the model. They are masked until min_tokens are generated.
+        eos_token_ids: EOS tokens of the model. They are masked until `min_tokens` are generated.
         grammar_bitmask: int32 [rows, ceil(vocab_size / 32)], on the logits' device, in the form of
             GrammarOutput.bitmask. Rows of requests without a grammar are all -1.
     """
@@ -106,10 +106,11 @@ def report_logprobs(
     inputs: Sequence[SamplingInput],
     eos_token_ids: Sequence[int],
 ) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities to report for each row. None: the row requests none.
+    """Return the log-probabilities to report for each row, or None for a row that wants none.
 
     For a row of a beam search, `top` has the best continuations: at least 2 * beam_width, of which
-    at least beam_width are not end tokens. If fewer tokens are possible, `top` has all of these.
+    at least beam_width are not end tokens. If fewer tokens are possible, `top` has all possible
+    tokens.
 
     Args:
         logits: raw logits, the argument of `sample`.

@@ -157,7 +157,7 @@ def _operation(
 
 
 def _success(path: str, operation: OpenAPIOperation) -> dict[str, Any]:
-    """Return the response with status 200."""
+    """Return the OpenAPI description of the operation's response with status 200."""
     result: dict[str, Any] = {
         "description": "The response.",
         "headers": _header_refs([REQUEST_ID_HEADER]),
@@ -178,7 +178,7 @@ def _success(path: str, operation: OpenAPIOperation) -> dict[str, Any]:
 
 
 def _event(path: str, operation: OpenAPIOperation) -> dict[str, Any]:
-    """Return the schema of a server-sent event."""
+    """Return the schema of a server-sent event of the operation's stream."""
     failure = responses_api.ResponseError if path == RESPONSES_PATH else _error_shape(path)
     data = {
         "type": "string",
@@ -198,7 +198,7 @@ def _error_shape(path: str) -> Struct:
 
 
 def _error_responses() -> dict[str, Any]:
-    """Return the responses with errors, in OpenAI's and in Anthropic's shape."""
+    """Return the OpenAPI descriptions of error responses, in OpenAI's and Anthropic's shapes."""
     result: dict[str, Any] = {}
     for status in sorted({failure.status for failure in FAILURES}):
         headers = [REQUEST_ID_HEADER]

@@ -25,7 +25,7 @@ _CONVERSATION = [{"role": "user", "content": "Hello"}]
 
 
 class ErrorResponse(NamedTuple):
-    """Errors with one status and one meaning."""
+    """Error responses with the same HTTP status and the same meaning."""
 
     status: int
     #: The machine-readable reasons, if there are any.
@@ -117,15 +117,15 @@ FAILURES = (
 
 @dataclass(frozen=True)
 class OpenAPIOperation:
-    """A method of a path.
+    """An HTTP method of a path, as described in the OpenAPI document.
 
     Args:
         summary: one sentence about the method.
         response: type of the JSON body of status 200; None if the body is empty or text.
         body: type of the JSON body of requests; None if requests have no body.
         events: types of the data of a stream's events. Empty if the operation has no streams.
-        errors: statuses of its errors, besides those of every path.
-        example: a body of a request.
+        errors: statuses of the operation's errors, besides the errors that every path can return.
+        example: example of a request body. None: there is none.
         tasks: the tasks of models that serve the operation. Empty if every model serves it.
     """
 

@@ -57,7 +57,7 @@ def make_schemas() -> dict[str, dict[str, Any]]:
 
 
 def reference(kind: Struct) -> dict[str, str]:
-    """Return the reference to the schema of `kind`."""
+    """Return a JSON `$ref` to the schema of `kind`."""
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
@@ -85,7 +85,7 @@ def _structs(kinds: Iterable[Any]) -> dict[str, Struct]:
 
 
 def _describe(schema: dict[str, Any], kind: Struct) -> None:
-    """Add the fields' comments in `kind` to `schema`, as descriptions and as bounds."""
+    """Add descriptions and bounds to `schema`, from the comments of the fields of `kind`."""
     comments = field_comments(kind)
     for name, field in schema["properties"].items():
         if name in getattr(kind, "UNSUPPORTED", ()):
@@ -112,10 +112,10 @@ def _bound(field: dict[str, Any], bounds: str) -> None:
 
 
 def _describe_response(schema: dict[str, Any]) -> None:
-    """Make the schema of a struct describe what the gateway sends, and not what it would accept.
+    """Change the schema of a struct to describe what the gateway sends, not what it would parse.
 
-    The gateway always sends a field with a default, and a string always has its default value. This
-    does not apply to the default UNSET, which msgspec leaves out of the schema.
+    The gateway always sends a field that has a default. A string with a default always has this
+    value. The schema contains no default for fields with the default UNSET, which may be missing.
     """
     for name, field in schema["properties"].items():
         if "default" not in field:

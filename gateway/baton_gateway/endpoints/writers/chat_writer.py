@@ -100,7 +100,7 @@ class ChatWriter(ChunkWriter[ChatCompletionRequest]):
 
 
 def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponseMessage:
-    """Return the message of a complete choice."""
+    """Return the message of a choice whose output is complete."""
     reply = output.reply
     if reply is None:
         return ChatResponseMessage(content=output.text)
@@ -114,7 +114,7 @@ def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponse
 
 
 def _deltas(request: ChatCompletionRequest, output: TextOutput) -> list[ChatDelta]:
-    """Return what an output adds to the message: its text, and each call in a delta of its own.
+    """Return what an output adds to the message: one delta for text, and one for each tool call.
 
     Some clients read only the first tool call of a chunk.
     """

@@ -19,7 +19,7 @@ ChunkBody = TypeVar("ChunkBody", bound=GenerationRequest)
 class ChunkWriter(GenerationWriter[ChunkBody]):
     """Base of the writers whose streams consist of OpenAI's chunks.
 
-    It adds `usage` to chunks and token ids to choices, if the request asks for them.
+    If the request asks for them, chunks contain `usage`, and choices contain token ids.
     """
 
     def closing(self) -> list[msgspec.Struct]:

@@ -28,7 +28,7 @@ LARGE_ENTRIES = 2**15
 
 
 class GenerationAPI(abc.ABC, Generic[Body]):
-    """One API that generates text: its path, its type of body, and the writers of its responses.
+    """One API that generates text: its path, the type of its request bodies, and its writers.
 
     Args:
         served_name: name of the served model.
@@ -59,7 +59,7 @@ class GenerationAPI(abc.ABC, Generic[Body]):
 
         Args:
             body: the parsed body.
-            earlier: result of the method `earlier`: the stored messages that the request continues.
+            earlier: the result of the method `earlier`.
 
         Raises:
             RequestError: a field cannot be converted.

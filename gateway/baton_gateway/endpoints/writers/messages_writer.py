@@ -102,7 +102,7 @@ class MessagesWriter(GenerationWriter[MessagesRequest]):
         return ReplyDelta(content=reply.content, tool_calls=reply.tool_calls)
 
     def _begin(self, kind: str, block: ResponseBlock) -> list[msgspec.Struct]:
-        """Return the events that end the open block and begin another."""
+        """Return the events that end the open block, if there is one, and begin `block`."""
         ended = self._end()
         self._index += 1
         self._open = kind

@@ -162,7 +162,7 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
         return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
 
     def _begin(self, kind: str, name: str = "") -> list[msgspec.Struct]:
-        """Return the events that end the open item and begin another. `name`: name of a tool."""
+        """Return the events that end the open item and begin another. `name`: the called tool."""
         events = self._end()
         index = len(self._output)
         item = _item(kind, new_item_id(_PREFIXES[kind], self._id, index), name)
@@ -209,7 +209,7 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
         return events
 
     def _finish(self) -> Response:
-        """Return the complete response. Store it, if `_conversation` is set."""
+        """Return the complete response. Also store the response if `_conversation` is set."""
         response = self._response("incomplete" if self._is_truncated else "completed")
         usage = self.job.usage()
         response.usage = ResponseUsage(
@@ -246,7 +246,7 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
 
 
 def _item(kind: str, identifier: str, name: str) -> OutputItem:
-    """Return an item that has just begun."""
+    """Return a new, empty output item with status `in_progress`."""
     if kind == "function_call":
         return OutputItem(
             type=kind,
@@ -268,7 +268,7 @@ def _part(kind: str, text: str) -> OutputPart:
 
 
 def _answer(output: list[OutputItem]) -> ChatMessage:
-    """Return the items as one message of the assistant, without tool calls that were cut off."""
+    """Convert the items to one assistant message. Leave out tool calls that were cut off."""
     message = ChatMessage(role="assistant")
     texts: list[str] = []
     for item in output:

@@ -41,7 +41,7 @@ class ProcessNonce:
         self.address = c.addressof(self._buffer)
 
     def clear(self) -> None:
-        """Set the nonce to zeros. Peers that check this nonce can no longer read this memory."""
+        """Set the nonce to zeros, so that peers that check it cannot read this process's memory."""
         c.memset(self.address, 0, NONCE_BYTES)
 
 
@@ -152,7 +152,7 @@ class BatchedCopy:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """For each local run, the sum of the lengths of this run and all earlier runs, in bytes."""
+        """Cumulative sums of the lengths of the local runs, in bytes."""
         return ends_of(self._local)
 
     @property

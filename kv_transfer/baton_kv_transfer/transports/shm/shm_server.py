@@ -31,7 +31,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class HostAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Data with which a process of the same host can connect and read this process's memory."""
+    """Data with which a process of the same host connects to this process and reads its memory."""
 
     boot_id: str
     pid_namespace: int
@@ -104,7 +104,7 @@ class _Client(PeerClient):
 
 
 class SHMServer(PeerServer[_Client]):
-    """The server of the transport `shm`."""
+    """The server of the transport `shm`, for other processes of this host."""
 
     def forget_region(self, region: Region) -> None:
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:

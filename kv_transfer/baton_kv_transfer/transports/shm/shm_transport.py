@@ -50,7 +50,7 @@ class _SHMLink(PeerLink):
     """
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
-        """Check that this process may read the peer's memory, without connecting.
+        """Check that this process may read the peer's memory. Do not connect yet.
 
         Raises:
             OSError: the peer process does not exist.
@@ -103,7 +103,7 @@ class _SHMLink(PeerLink):
 
 
 class SHMTransport(SocketTransport[_SHMLink]):
-    """The transport `shm`."""
+    """The transport `shm`, between processes of one host."""
 
     _server: SHMServer
 
@@ -113,7 +113,9 @@ class SHMTransport(SocketTransport[_SHMLink]):
         self._server.open()
 
     def add_peer(self, name: str, address: bytes) -> None:
-        """Add the peer, unless this process cannot read the peer's memory.
+        """Add the peer if this process can read the peer's memory.
+
+        Otherwise the peer cannot be reached over this transport.
 
         Raises:
             ValueError: the address is not of a server of this transport.

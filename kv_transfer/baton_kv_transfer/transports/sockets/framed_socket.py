@@ -118,7 +118,7 @@ class FramedSocket:
 
         Args:
             kind: kind of the message, not DATA.
-            number: number of the transfer, which the frames with data carry too.
+            number: number of the transfer. The frames with its data carry the same number.
             payload: content of the message.
             rows: memory to send as data; None for a message alone.
         """
@@ -150,8 +150,8 @@ class FramedSocket:
         """Stop using the rows of a transfer; return False if no rows were in use.
 
         Only the thread that runs `receive` may call this. If a part of a frame was sent, the rest
-        of the frame is sent as zeros. The other side would mistake zeros in the last frame for
-        data, so close the connection instead if `is_sending_last_frame` returns True.
+        of the frame is sent as zeros. If `is_sending_last_frame` returns True, close the connection
+        instead, because the other side would mistake the zeros for data.
         """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
@@ -165,7 +165,7 @@ class FramedSocket:
         return True
 
     def flush(self) -> None:
-        """Send waiting bytes until the socket accepts no more, up to the limit of one call."""
+        """Send waiting bytes until the socket accepts no more, or the call reaches its limit."""
         num_bytes = 0
         try:
             while self.has_outgoing and num_bytes < _MAX_BYTES_PER_CALL:
@@ -234,7 +234,7 @@ class FramedSocket:
 
     @property
     def _is_message(self) -> bool:
-        """Whether the frame that arrives is a message. False: data, or no frame arrives."""
+        """Whether a message is arriving. False: data is arriving, or nothing is arriving."""
         return self._frame is not None and self._frame[0] != DATA
 
     def _receive_some(self) -> tuple[int, bool]:

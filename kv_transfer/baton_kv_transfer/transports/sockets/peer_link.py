@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 class PeerLink(abc.ABC):
     """A connection to one peer, which `post` opens if needed.
 
-    Any thread may call `post` and `withdraw`. The transports' thread calls the other methods.
+    Any thread may call `post`, which calls `connect`, and `withdraw`. The transports' thread calls
+    the other methods.
     """
 
     def __init__(self, context: TransportContext, peer: str) -> None:

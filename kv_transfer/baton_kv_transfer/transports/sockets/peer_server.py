@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PeerClient:
-    """A peer that connected."""
+    """A peer that has connected to the server."""
 
     #: Messages from and to the peer.
     connection: FramedSocket

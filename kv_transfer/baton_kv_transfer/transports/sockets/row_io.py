@@ -25,10 +25,11 @@ class Rows:
     """Rows of memory, moved in frames of whole rows. Rows longer than a frame are split."""
 
     def __init__(self, iovec: bytes) -> None:
-        """Prepare to move the rows, from the first on.
+        """Prepare to move the rows in order.
 
         Args:
-            iovec: at least one run; no run is empty; at most iovec.MAX_TRANSFER_BYTES in total.
+            iovec: one or more rows, none of them empty. The total is at most
+                iovec.MAX_TRANSFER_BYTES bytes.
         """
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)
@@ -47,7 +48,7 @@ class Rows:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """For each row, the sum of the lengths of this row and all earlier rows, in bytes."""
+        """Cumulative sums of the lengths of the rows, in bytes."""
         return ends_of(self._rows)
 
     @property
@@ -112,7 +113,7 @@ class Rows:
 
         Args:
             fd: file descriptor of the socket.
-            head: bytes to send first, messages and the frame's header; may be empty.
+            head: bytes to send first: messages and the frame's header. May be empty.
 
         Returns:
             The number of bytes sent of `head`, and the number of bytes sent of the rows.

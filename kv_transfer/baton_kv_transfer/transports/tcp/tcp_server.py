@@ -64,7 +64,7 @@ class _Client(PeerClient):
 
 
 class TCPServer(PeerServer[_Client]):
-    """The server of the transport `tcp`."""
+    """The server of the transport `tcp`, for READ and WRITE requests of peers."""
 
     def __init__(self, context: TransportContext) -> None:
         """Listen on a free port.

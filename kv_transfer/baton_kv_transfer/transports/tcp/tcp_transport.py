@@ -61,7 +61,7 @@ class _TCPLink(PeerLink):
 
 
 class TCPTransport(SocketTransport[_TCPLink]):
-    """The transport `tcp`."""
+    """The transport `tcp`, over TCP connections."""
 
     _server: TCPServer
 

@@ -46,7 +46,7 @@ def find_components() -> list[str]:
 def find_libraries() -> list[str]:
     """Return the paths of the libucp files that this process has mapped.
 
-    More than one path means that the process uses another UCX in addition to that of ucxx.
+    More than one path means that the process uses another UCX in addition to ucxx's UCX.
     """
     paths = {
         line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
@@ -55,7 +55,9 @@ def find_libraries() -> list[str]:
 
 
 def describe() -> str:
-    """Return a description such as `UCX 1.21.0 (/usr/lib/libucp.so.0) with tcp, ib`.
+    """Return the version, files and components of UCX as one line of text.
+
+    Example: `UCX 1.21.0 (/usr/lib/libucp.so.0) with tcp, ib`.
 
     Raises:
         UCXError: UCX is missing.

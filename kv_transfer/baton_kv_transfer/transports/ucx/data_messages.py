@@ -50,7 +50,7 @@ class Pieces:
 
 
 class DataMessages:
-    """The tag messages with the data of one transfer, as this side sends or receives them."""
+    """The tag messages with the data of one transfer, which this side sends or receives."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ def status_text(status: int) -> str:
 
 
 def pointer_status(pointer: int | None) -> int:
-    """Return the status in the pointer that an `_nbx` function returned.
+    """Return the status in the pointer that an `_nbx` function of UCX returned.
 
     OK: the operation has ended. INPROGRESS: the pointer is a request. Other values are error codes.
     """

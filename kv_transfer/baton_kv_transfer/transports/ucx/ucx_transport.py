@@ -72,7 +72,7 @@ class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UCXTransport(Transport):
-    """The transport `ucx`."""
+    """The transport `ucx`, over UCX tag messages."""
 
     def __init__(self, context: TransportContext) -> None:
         """Start UCX and create a worker.
@@ -168,7 +168,10 @@ class UCXTransport(Transport):
             logger.warning(LOST_NOTIFICATION, name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
-        """Cut the connection to a removed peer, unless only the peer's own requests use it."""
+        """Cut the connection to a removed peer, unless only the peer uses the connection.
+
+        This is the case if the peer has sent HELLO, and no transfer of this side is in flight.
+        """
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
             connection.fail(reason)
@@ -217,8 +220,8 @@ class UCXTransport(Transport):
     def _receive_messages(self, worker: UCXWorker) -> None:
         """Receive and carry out messages until no more arrive.
 
-        A message may close an endpoint, after which more messages may arrive, for example a WRITE
-        and its data. The WRITE must be handled before data without a transfer is discarded.
+        Handling a message may close an endpoint. Then more messages may arrive, for example a WRITE
+        and its data. The WRITE must be handled first, because data without a transfer is discarded.
         """
         has_more = True
         while has_more:
@@ -401,7 +404,7 @@ class UCXTransport(Transport):
         """Wait until UCX has completed the requests of all cut connections.
 
         Returns:
-            False if UCX has not completed the requests within RETURN_TIMEOUT_S.
+            Whether UCX has completed the requests within RETURN_TIMEOUT_S.
         """
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         while self._worker is not None and any(connection.is_busy for connection in self._cut):
@@ -413,8 +416,8 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are in use but silent, and check that UCX still listens.
 
-        Silence is counted in ticks, not in seconds. So a process that was suspended reads the
-        messages that have arrived before it cuts connections.
+        Silence is counted in ticks, not in seconds. So after a suspension,
+        this process reads the messages that have arrived before it cuts a connection.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0

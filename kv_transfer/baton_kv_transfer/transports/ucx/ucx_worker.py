@@ -73,7 +73,8 @@ class UCXContext:
     def max_eager_bytes(self) -> int:
         """Largest size in bytes of messages that arrive in order.
 
-        0 if an environment variable UCX_RNDV* is set, because it may change UCX's thresholds.
+        The value is 0 if an environment variable UCX_RNDV* is set, because such a variable may
+        change UCX's thresholds.
         """
         has_thresholds = any(name.startswith("UCX_RNDV") for name in os.environ)
         return 0 if has_thresholds else MAX_EAGER_BYTES
@@ -103,7 +104,7 @@ class UCXContext:
 
 
 def find_devices(host: str) -> str:
-    """Return the value of UCX_NET_DEVICES: the network device of `host` and all RDMA devices."""
+    """Return a value for UCX_NET_DEVICES: the network device of `host` and all RDMA devices."""
     devices = [
         f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")
     ]
@@ -111,7 +112,7 @@ def find_devices(host: str) -> str:
 
 
 def _find_interface(host: str) -> str:
-    """Return the name of the network interface that has an address.
+    """Return the name of the network interface that has the address `host`.
 
     Raises:
         OSError: no interface has this address.
@@ -144,9 +145,9 @@ def _name_socket(fd: int) -> str:
 class Buffer:
     """Memory of one tag message, as a list of runs.
 
-    UCX gets a list even for a single run: UCX 1.21 ends the process when a rendezvous of contiguous
-    memory is aborted while UCX's registration cache is off. The cache is off when the process also
-    has another UCX, such as NIXL's.
+    UCX gets a list even for a single run. With contiguous memory, UCX 1.21 ends the process when a
+    rendezvous is aborted while UCX's registration cache is off. The cache is off when the process
+    also has another UCX, such as NIXL's.
     """
 
     __slots__ = ("_runs", "address", "count", "nbytes")
@@ -253,7 +254,7 @@ class UCXWorker:
         return endpoint
 
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
-        """Close an endpoint by force. Its requests end, and no more messages arrive over it.
+        """Close an endpoint by force. This ends its requests, and no more messages arrive.
 
         A later `progress` calls `on_end(error)` when the endpoint is closed.
         """

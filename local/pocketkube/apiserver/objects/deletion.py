@@ -39,12 +39,13 @@ class Deletion:
     def delete(self, info: RequestInfo, options: DeleteOptions) -> tuple[Object, bool]:
         """Remove the object that `info` names, or mark the object as terminating.
 
-        An object with finalizers or a grace period is marked, and so is a Namespace. All other
-        objects are removed. A CRD always gets a finalizer, and so does an object with dependents in
-        a foreground deletion.
+        An object with finalizers or a grace period is marked as terminating, and so is a Namespace.
+        All other objects are removed. The deletion of a CRD adds a finalizer to the CRD. A
+        foreground deletion adds a finalizer to an object with dependents.
 
         Returns:
-            (the object's last state, whether it was removed). A dry run changes nothing.
+            (the object's last state, whether the object was removed). A dry run changes nothing,
+            and returns whether the object would be removed.
 
         Raises:
             ApiError: 404 for a missing object, 409 for a precondition that does not match.
@@ -78,12 +79,13 @@ class Deletion:
 
     @staticmethod
     def _grace(resource: Resource, obj: Object, asked: int | None) -> int:
-        """Return the grace period in seconds. It is 0 unless `obj` is a pod that may still run.
+        """Return the grace period in seconds; 0 unless `obj` is a pod that may still run.
 
         A later request can only shorten the grace period of a terminating pod.
 
         Args:
-            asked: the grace period in the request, in seconds. None: use the pod's own period.
+            asked: the grace period in the request, in seconds. None: use the period in the pod's
+                spec.
         """
         if resource.storage_key != "pods":
             return 0
@@ -97,7 +99,7 @@ class Deletion:
         return given if left is None else min(given, left)
 
     def dependents(self, uid: str) -> list[tuple[str, Object]]:
-        """Return (storage key, object) of each object with an owner reference to `uid`."""
+        """Return (storage key such as `pods`, object) for each object with the owner `uid`."""
         return self._store.find("owner", uid)
 
     def disown(self, storage: str, obj: Object, uids: set[str]) -> None:

@@ -29,10 +29,10 @@ EXPIRE_EVERY_S = 60.0  # interval of the search for Events older than EVENT_TTL
 
 
 class GarbageCollector:
-    """Deletes objects whose owner, namespace or custom resource definition is being deleted.
+    """Deletes the objects that depend on a deleted owner, namespace or CRD.
 
     `drain()` handles all changes of the store since its last call. `run()` calls `drain()` after
-    each change, and deletes old Events.
+    each change, and deletes Events that are older than EVENT_TTL.
     """
 
     def __init__(self, store: Store, catalog: Catalog, deletion: Deletion) -> None:
@@ -71,7 +71,7 @@ class GarbageCollector:
                 self._collect_if_orphaned(storage, current)
 
     def _current(self, storage: str, obj: Object) -> Object | None:
-        """Return the stored state of `obj`; None if the object has been deleted."""
+        """Return the current state of `obj` in the store; None if the object no longer exists."""
         metadata = obj["metadata"]
         if storage not in self._store.storages():
             return None
@@ -91,7 +91,7 @@ class GarbageCollector:
             self._deletion.delete(info, DeleteOptions())
 
     def _collect_if_orphaned(self, storage: str, obj: Object) -> None:
-        """Delete `obj` if all its owners are gone. Otherwise, remove references to gone owners."""
+        """Delete `obj` if none of its owners exists. Else remove references to missing owners."""
         uids = {owner.get("uid", "") for owner in owners_of(obj)}
         gone = {uid for uid in uids if not self._store.find("uid", uid)}
         if gone == uids:
@@ -150,10 +150,12 @@ class GarbageCollector:
             self._store.remove("namespaces", "", name)
 
     def _finish_crd(self, storage: str) -> None:
-        """Stop serving a custom kind if its CRD is terminating and none of its objects is left.
+        """Stop serving a custom kind if its CRD is terminating and no object of the kind is left.
+
+        Then also remove the finalizer that `Deletion` added to the CRD.
 
         Args:
-            storage: storage key of the kind.
+            storage: storage key of the kind, which is also the name of the CRD.
         """
         crd = self._store.get(DEFINITIONS, "", storage)
         if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):

@@ -49,8 +49,8 @@ class WriteOptions:
 class Registry:
     """Creates, reads, updates and patches objects.
 
-    Methods return objects in the API version of the request, except `stored` and `change`, which
-    return stored objects. They raise ApiError for a refused request.
+    `stored` and `change` return objects as they are stored. The other methods return objects in
+    the API version of the request. All methods raise ApiError if they refuse the request.
     """
 
     def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
@@ -61,7 +61,7 @@ class Registry:
             store.open(resource.storage_key)
 
     def stored(self, info: RequestInfo) -> Object:
-        """Return the object as it is stored.
+        """Return the object that `info` names, as it is stored.
 
         Raises:
             ApiError: 404, there is no such object.
@@ -72,7 +72,7 @@ class Registry:
         return found
 
     def get(self, info: RequestInfo) -> Object:
-        """Return the object in the API version of the request.
+        """Return the object that `info` names, in the API version of the request.
 
         Raises:
             ApiError: 404, there is no such object.
@@ -91,7 +91,8 @@ class Registry:
         """Create an object, and return it in the API version of the request.
 
         Raises:
-            ApiError: 400 or 422, the object is invalid; 409, an object with this name exists.
+            ApiError: 400 or 422, the object is invalid; 403 or 404, its namespace is terminating or
+                does not exist; 409, an object with this name exists.
         """
         new = self._decode(info, obj, options)
         return self.view(info.resource, self._create(info, new, options))
@@ -125,8 +126,8 @@ class Registry:
         """Replace an object, and return it in the API version of the request.
 
         Raises:
-            ApiError: 400 or 422, the object is invalid; 404, there is no such object; 409, its
-                resourceVersion is not the current one.
+            ApiError: 400 or 422, the object is invalid; 404, there is no such object; 409, the
+                given resourceVersion or uid does not match the stored object.
         """
         resource, name = info.resource, info.name
         old = self.stored(info)
@@ -158,8 +159,9 @@ class Registry:
             body: the decoded patch.
 
         Raises:
-            ApiError: 400, 415 or 422, the patch or its result is invalid; 404, there is no such
-                object; 409, another manager owns a field of an apply without `force`.
+            ApiError: 400, 413, 415 or 422, the patch or its result is invalid; 404, there is no
+                such object; 409, the given resourceVersion or uid does not match, or an apply
+                without `force` would change a field that another manager owns.
         """
         if content_type == "application/apply-patch+yaml":
             return self._apply(info, body, options)
@@ -167,7 +169,7 @@ class Registry:
         return self.update(info, patched, options)
 
     def patched(self, resource: Resource, obj: Object, content_type: str, body: Any) -> Object:
-        """Return the result of a JSON, merge or strategic merge patch on `obj`. Nothing is stored.
+        """Return `obj` after a JSON, merge or strategic merge patch. Nothing is stored.
 
         Args:
             content_type: media type of the patch.
@@ -215,8 +217,8 @@ class Registry:
         """Decode the body of a server-side apply.
 
         Returns:
-            The part of the object that the request can write: the subresource, or all but the
-            status.
+            The fields that the request can write. For a subresource, these are the field with its
+            name and the resourceVersion. Otherwise, these are all fields except `status`.
         """
         metadata = body.get("metadata") or {}
         if metadata.get("managedFields"):
@@ -245,7 +247,7 @@ class Registry:
         *,
         validate: bool = True,
     ) -> Object:
-        """Apply `edit` to a copy of the stored object `old`. Store the copy and return it."""
+        """Call `edit` on a copy of the stored object `old`. Store and return the changed copy."""
         new = copy.deepcopy(old)
         edit(new)
         return self._replace(resource, old, new, options, subresource, validate=validate)
@@ -268,7 +270,7 @@ class Registry:
         return self._write(resource, old, new, options, subresource, owned, validate=validate)
 
     def _restore(self, resource: Resource, old: Object, new: Object, subresource: str) -> Object:
-        """Return the update `new` with the fields of `old` that the request cannot change."""
+        """Return `new` with the values of `old` in all fields that the request cannot change."""
         if subresource == "status":
             return {**old, "metadata": {**old["metadata"]}, "status": new.get("status", {})}
         if resource.has_status:
@@ -289,13 +291,13 @@ class Registry:
         *,
         validate: bool = True,
     ) -> Object:
-        """Validate `new`, record the owners of its fields and store it.
+        """Validate `new`, record the field managers that own its fields, and store `new`.
 
         A terminating object is removed instead if the write removes its last finalizer.
 
         Args:
-            old: the stored object. None: `new` is created.
-            owned: the fields that a server-side apply owns. None: any other write.
+            old: the stored object; None if `new` is created.
+            owned: the fields that a server-side apply owns; None for any other write.
         """
         if validate:
             self._validate(resource, new, old)
@@ -322,8 +324,8 @@ class Registry:
     ) -> Object:
         """Decode a request body.
 
-        Unknown fields are ignored, reported as warnings or refused, as `options.field_validation`
-        says.
+        `options.field_validation` selects whether unknown fields are ignored, reported as warnings
+        or refused.
         """
         new, unknown = decode_body(
             self.catalog,
@@ -351,7 +353,7 @@ class Registry:
             raise errors.forbidden(info.resource, name, why, [cause])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
-        """Return a copy of the object with defaults.
+        """Return a copy of `obj` in which missing fields have their defaults.
 
         If the object is a custom resource, `obj` and the copy share `metadata`.
         """

@@ -15,8 +15,8 @@ def decode_body(
 ) -> tuple[Object, list[str]]:
     """Check the type and the namespace of `obj`, and remove its unknown fields.
 
-    The returned object has the type and the namespace of the request. Defaults are not set yet. Its
-    metadata is a copy, and other parts may be shared with `obj`.
+    The returned object has the type and the namespace of the request, and no defaults. Its metadata
+    is a copy. Its other fields may share values with `obj`.
 
     Args:
         require_type: refuse an object that lacks apiVersion or kind. Custom resources always need
@@ -27,8 +27,8 @@ def decode_body(
         The object to store, and the paths of the removed fields.
 
     Raises:
-        ApiError: 400 or 422. The kind or namespace of the object differs from that of the request,
-            or a field is refused.
+        ApiError: 400 or 422, the API version, kind or namespace of the object differs from that of
+            the request, or a field is refused.
     """
     resource = info.resource
     _check_type(resource, obj, require_type or resource.custom)

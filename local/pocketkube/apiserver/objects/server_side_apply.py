@@ -66,7 +66,7 @@ def apply(
     """Merge `applied` into `live`. Return the merged object and the fields that `manager` owns.
 
     Raises:
-        ApiError: 409 with the managers and fields in conflict, unless `force`.
+        ApiError: 409, the merge would change fields that other managers own, and `force` is False.
     """
     applied = _without_nulls(applied)
     owned = frozenset(leaves(_tracked(applied), types))
@@ -117,9 +117,9 @@ def track(
 
     Args:
         live: the object before the write; None for a new object.
-        owned: the fields that `apply()` returned; None after any other write. With None, `manager`
-            keeps its fields and also owns the changed fields.
-        now: the time of the write, in the format of the API.
+        owned: the fields that `apply()` returned; None after any other write. If None, `manager`
+            keeps its fields, and also owns the fields that the write changed.
+        now: the time of the write, in RFC 3339 format.
     """
     before = leaves(_tracked(live), types) if live else {}
     after = leaves(_tracked(stored), types)
@@ -158,7 +158,7 @@ def _entry(manager: Manager, fields: FieldSet, time: str) -> Object:
 
 
 def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
-    """Return the fields of each manager from metadata.managedFields.
+    """Return the fields that each manager owns, from metadata.managedFields.
 
     Raises:
         ApiError: 400, an entry is malformed.
@@ -176,7 +176,7 @@ def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
 
 
 def show(path: FieldPath) -> str:
-    """Format a path as Kubernetes does: `.spec.containers[name="x"].image`."""
+    """Format a field path as Kubernetes does: `.spec.containers[name="x"].image`."""
     text = ""
     for element in path:
         if element.startswith("f:"):
@@ -196,7 +196,7 @@ def show(path: FieldPath) -> str:
 def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
     """Return path -> value for each field of `obj` that can have its own owner.
 
-    An item of a keyed list is a path that ends with `.` and has the value None.
+    An item of a keyed list also has an entry. Its path ends with `.`, and its value is None.
     """
     found: dict[FieldPath, Any] = {}
     _collect(obj, types, (), (), found)
@@ -206,7 +206,7 @@ def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
 def _collect(
     value: Any, types: FieldTypes, names: Path, path: FieldPath, found: dict[FieldPath, Any]
 ) -> None:
-    """Add the leaves of `value` to `found`.
+    """Add the path and the value of each leaf of `value` to `found`.
 
     For example, `{"containers": [{"name": "a", "image": "x"}]}` adds:
 
@@ -215,7 +215,7 @@ def _collect(
         ("f:containers", 'k:{"name":"a"}', "f:image")  "x"
 
     Args:
-        names: field names from the object's root to `value`, which select the type.
+        names: field names from the object's root to `value`. They select the `FieldType`.
         path: path from the object's root to `value`.
     """
     if not isinstance(value, (dict, list)):
@@ -242,7 +242,7 @@ def _collect(
 
 
 def _key(item: Any, kind: FieldType, names: Path) -> str:
-    """Return the path element of `item`, which is in the keyed list at `names`."""
+    """Return the path element that identifies `item` in the keyed list at the field `names`."""
     where = ".".join(names)
     if not isinstance(item, dict):
         raise bad_request(
@@ -261,7 +261,7 @@ def _member(value: Any) -> str:
 
 
 def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
-    """Return `live` with the fields of `applied`. Neither argument is changed.
+    """Return a copy of `live` into which `applied` is merged.
 
     For example, with containers keyed by name:
 
@@ -270,7 +270,7 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
         result   [{"name": "a", "image": "y", "tty": true}, {"name": "b"}, {"name": "c"}]
 
     Args:
-        names: field names from the object's root to both values, which select the type.
+        names: field names from the object's root to both values. They select the `FieldType`.
     """
     if isinstance(live, dict) and isinstance(applied, dict):
         if types.at(names, applied).kind == "atomic":
@@ -335,7 +335,7 @@ def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> Object:
 
 
 def _tracked(obj: Object) -> Object:
-    """Return `obj` without the fields that have no owner."""
+    """Return `obj` without the fields that no manager can own, such as metadata.uid."""
     metadata = {
         key: value
         for key, value in (obj.get("metadata") or {}).items()

@@ -20,15 +20,21 @@ class Strategy:
         self._initial_status = initial_status
 
     def before_create(self, new: Object) -> None:
-        """Set the initial state of `new`, a new object with defaults and without a status."""
+        """Set the initial status of `new` and other fields that the API server sets.
+
+        `new` is a new object with defaults and without a status.
+        """
         if self._initial_status is not None:
             new["status"] = self._initial_status
 
     def before_update(self, old: Object, new: Object) -> None:
-        """Restore the fields of `new` that an update cannot change. `new` has no defaults yet."""
+        """Restore, from `old`, the fields of `new` that an update cannot change.
+
+        The registry calls this method before it sets the defaults of `new`.
+        """
 
     def after_write(self, stored: Object) -> Object:
-        """Run the steps after the write of `stored`, and return the resulting stored object.
+        """Run the steps that follow the write of `stored`, and return the resulting stored object.
 
         The registry does not call this method after writes of subresources.
         """
@@ -121,7 +127,7 @@ class ServiceStrategy(Strategy):
 
 
 class CustomResourceDefinitionStrategy(Strategy):
-    """Adds the versions of a CRD to the catalog, and sets the status of the CRD."""
+    """Adds the versions of a CRD to the served resources, and sets the status of the CRD."""
 
     def __init__(self, store: Store, catalog: Catalog) -> None:
         super().__init__()
@@ -163,7 +169,7 @@ class CustomResourceDefinitionStrategy(Strategy):
 def strategies(
     store: Store, catalog: Catalog, service_network: IPv4Network
 ) -> defaultdict[str, Strategy]:
-    """Return the strategy of each kind, by storage key."""
+    """Return a mapping from storage key, such as `pods`, to the strategy of the kind."""
     return defaultdict(
         Strategy,
         {

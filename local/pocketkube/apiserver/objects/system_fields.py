@@ -23,7 +23,10 @@ def generate_name(metadata: Object) -> None:
 
 
 def assign(resource: Resource, metadata: Object) -> None:
-    """Set the system fields of a new object. Values that the client sent are replaced."""
+    """Set the metadata fields of a new object that clients cannot choose, such as uid.
+
+    Values that the client sent are replaced or removed.
+    """
     for name in (
         "resourceVersion",
         "deletionTimestamp",
@@ -39,10 +42,11 @@ def assign(resource: Resource, metadata: Object) -> None:
 
 
 def restore(resource: Resource, before: Object, metadata: Object) -> None:
-    """Restore the system fields in `metadata`, the metadata of an update.
+    """Restore the metadata fields that an update cannot change, such as uid.
 
     Args:
         before: the stored metadata.
+        metadata: the metadata of the update, which is changed in place.
 
     Raises:
         ApiError: 422, the update adds a finalizer to an object that is being deleted.
@@ -72,13 +76,13 @@ def restore(resource: Resource, before: Object, metadata: Object) -> None:
 
 
 def next_generation(resource: Resource, old: Object, new: Object) -> int:
-    """Return the generation of an update: one more if the desired state has changed."""
+    """Return the generation after an update: one more if the desired state has changed."""
     generation: int = old["metadata"]["generation"]
     return generation + (_desired(new, resource) != _desired(old, resource))
 
 
 def _desired(obj: Object, resource: Resource) -> str:
-    """Serialize the desired state of `obj`, the part whose changes increment the generation."""
+    """Serialize the desired state of `obj`: the fields whose changes increment the generation."""
     skipped = {"metadata", "apiVersion", "kind"}
     if resource.has_status or not resource.custom:
         skipped.add("status")

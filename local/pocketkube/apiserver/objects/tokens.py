@@ -35,7 +35,7 @@ class ServiceAccountTokens:
         self._key = secrets.token_bytes(32)
 
     def request(self, info: RequestInfo, body: Object) -> Object:
-        """Return the TokenRequest `body` with a new token of the service account in `info`.
+        """Return the TokenRequest `body` with a new token of the service account that `info` names.
 
         Raises:
             ApiError: 404, there is no such account; 422, the requested duration is too short.
@@ -79,7 +79,7 @@ class ServiceAccountTokens:
         return _encode(hmac.digest(self._key, signed.encode(), hashlib.sha256))
 
     def authenticate(self, token: str) -> None:
-        """Check a bearer token.
+        """Check that a bearer token is valid.
 
         Raises:
             ApiError: 401, the token is unknown, has expired or belongs to a deleted account.

@@ -16,7 +16,7 @@ from pocketkube.apiserver.schema.merge_strategy import (
 
 @dataclass
 class Catalog:
-    """The resources that the API server serves now."""
+    """The built-in and custom resources that the API server currently serves."""
 
     _resources: dict[tuple[str, str, str], Resource] = field(default_factory=dict)
     _custom: dict[Resource, CustomVersion] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Catalog:
         return self._resources["", "v1", plural]
 
     def by_storage(self, storage: str) -> Resource:
-        """Return the first resource with the storage key `storage`."""
+        """Return the first of the resources that share the storage key `storage`."""
         return next(
             resource for resource in self._resources.values() if resource.storage_key == storage
         )
@@ -61,7 +61,7 @@ class Catalog:
         return self._custom.get(resource)
 
     def establish(self, crd: Object) -> None:
-        """Serve the versions of a validated CRD, and stop serving its previous versions."""
+        """Serve the versions of a validated CRD instead of those that it had before."""
         self.withdraw(crd)
         for version in custom_versions(crd):
             self._add(version.resource, CustomFieldTypes(version.schema.schema))

@@ -28,7 +28,7 @@ _WORDS = {
 
 
 class RuleSyntaxError(ValueError):
-    """A rule does not compile. The message has the schema path and the compiler's error."""
+    """A CEL rule does not compile. The message has the schema path and the compiler's error."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Rules:
         self._root = self._compile_node(schema, "openAPIV3Schema")
 
     def check(self, obj: Object, old: Object | None) -> list[FieldError]:
-        """Return an error for each rule that `obj` breaks.
+        """Return an error for each CEL rule that `obj` breaks.
 
         Args:
             old: the object before the write; None for a new object.
@@ -142,7 +142,7 @@ class Rules:
                 yield from self._check(node.items, item, before, f"{path}[{index}]")
 
     def _evaluate(self, rule: _Rule, value: Any, old: Any, path: str) -> Iterator[FieldError]:
-        """Yield an error if the rule refuses `value`, or if its evaluation fails."""
+        """Yield an error if the rule refuses `value`, or if the evaluation of the rule fails."""
         names = {"self": celpy.json_to_cel(value), "oldSelf": celpy.json_to_cel(old)}
         message = rule.message or f"failed rule: {rule.text}"
         try:
@@ -162,9 +162,9 @@ class Rules:
 
 
 def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:
-    """Return the item of the list `old` that has the same `keys` as `item`.
+    """Return the item of the list `old` whose key fields, `keys`, equal those of `item`.
 
-    The result is None if no item matches, or if the list has no keys.
+    The result is None if no item matches, or if `keys` is empty.
     """
     if not keys or not isinstance(old, list) or not isinstance(item, dict):
         return None

@@ -32,7 +32,7 @@ _JSON_TYPES = {
 
 @functools.cache
 def _fields(model: str) -> dict[str, str]:
-    """Return JSON field name -> declared type for the fields of a model class."""
+    """Return JSON field name -> declared type for a model class of the Kubernetes client."""
     from kubernetes.client import models  # takes most of a second
 
     cls = getattr(models, model)

@@ -36,7 +36,11 @@ class FieldTypes(Protocol):
     """The `FieldType` of each field of one kind, by path."""
 
     def at(self, path: Path, value: object) -> FieldType:
-        """Return the type of the field at `path`. `value` is a value of the field."""
+        """Return the `FieldType` of the field at `path`.
+
+        Args:
+            value: a value of the field. It shows whether the field is a map or a list.
+        """
         ...
 
 
@@ -101,7 +105,7 @@ _BY_KIND: dict[str, dict[str, FieldType]] = {
 
 
 class BuiltinFieldTypes:
-    """Field types of a built-in kind. By default, a map is granular and a list is atomic."""
+    """Field types of a built-in kind. By default, maps merge by key, and lists are replaced."""
 
     def __init__(self, kind: str) -> None:
         self._table = {**_METADATA, **_CONDITIONS, **_BY_KIND.get(kind, {})}
@@ -112,7 +116,7 @@ class BuiltinFieldTypes:
 
 
 class CustomFieldTypes:
-    """Field types of one version of a custom resource."""
+    """Field types of one version of a custom resource, read from its schema."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema

@@ -49,7 +49,7 @@ class StructuralSchema:
         self.rules = Rules(schema)
 
     def prune(self, obj: Object) -> tuple[Object, list[str]]:
-        """Return the object without fields that the schema lacks, and the removed fields' paths."""
+        """Remove the fields that are not in the schema. Return the object and the removed paths."""
         unknown: list[str] = []
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 
@@ -197,7 +197,11 @@ def _validate_number(value: float, schema: Schema, path: str) -> Iterator[FieldE
 def _validate_length(
     value: list[Any] | Object, what: str, schema: Schema, path: str
 ) -> Iterator[FieldError]:
-    """Check the size of `value`. `what` is "items" for a list, "properties" for an object."""
+    """Yield an error if `value` has too many or too few entries.
+
+    Args:
+        what: "items" if `value` is a list, "properties" if it is an object.
+    """
     if (limit := schema.get(f"max{what.title()}")) is not None and len(value) > limit:
         message = f"Too many: {len(value)}: must have at most {limit} items"
         yield FieldError(path, "FieldValueTooMany", message)

@@ -49,7 +49,11 @@ _NAME_RULES = {
 
 
 def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldError]:
-    """Validate `obj`, which would replace `old` (None for a new object). Return the errors."""
+    """Validate `obj`, and return the errors.
+
+    Args:
+        old: the object before the write; None for a new object.
+    """
     errors = list(_metadata(resource, obj["metadata"]))
     if resource.custom:
         return errors
@@ -63,7 +67,7 @@ def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldE
 
 
 def _metadata(resource: Resource, metadata: Object) -> Iterator[FieldError]:
-    """Yield the errors of the name, the labels, the finalizers and the owner references."""
+    """Yield the errors in the name, the labels, the finalizers and the owner references."""
     yield from _name(resource, metadata.get("name", ""))
     for key, value in (metadata.get("labels") or {}).items():
         if not _QUALIFIED.fullmatch(key):
@@ -130,7 +134,7 @@ def _pod_spec(spec: Object, path: str = "spec") -> Iterator[FieldError]:
 
 
 def _unique_label(name: str, path: str, seen: set[str]) -> Iterator[FieldError]:
-    """Check that `name` is a DNS label and not in `seen`. A valid name is added to `seen`."""
+    """Yield an error if `name` is not a DNS label, or is in `seen`. Else add it to `seen`."""
     if not name:
         yield required(path)
     elif not _LABEL.fullmatch(name) or len(name) > 63:
@@ -144,10 +148,11 @@ def _unique_label(name: str, path: str, seen: set[str]) -> Iterator[FieldError]:
 def _container(
     container: Object, path: str, names: set[str], volumes: set[str]
 ) -> Iterator[FieldError]:
-    """Yield the errors of a container.
+    """Yield the errors in a container of a pod spec.
 
     Args:
-        names: the names of the previous containers. This container's name is added if it is valid.
+        names: the names of the pod's previous containers. The name of this container is added if it
+            is valid.
         volumes: the names of the pod's volumes.
     """
     yield from _unique_label(container.get("name", ""), f"{path}.name", names)
@@ -257,7 +262,7 @@ _SPEC_CHECKS: dict[str, Callable[[Object], Iterator[FieldError]]] = {
 
 
 def _immutable(kind: str, obj: Object, old: Object) -> Iterator[FieldError]:
-    """Yield the errors of an update that changes an immutable field."""
+    """Yield an error if an update changes an immutable field of a built-in kind."""
     spec, old_spec = obj.get("spec") or {}, old.get("spec") or {}
     match kind:
         case "Deployment" | "ReplicaSet" if spec.get("selector") != old_spec.get("selector"):

@@ -17,7 +17,7 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class KubeletLocation:
-    """The base URL of the kubelet that runs a pod, and the name of its node."""
+    """The base URL of the kubelet that runs a pod, and the name of the pod's node."""
 
     url: str
     node: str
@@ -31,8 +31,8 @@ def locate(pod: Object, registry: Registry) -> KubeletLocation:
     """Find the kubelet that runs `pod`.
 
     Raises:
-        ApiError: 400, the pod is bound to no node; 404, the Node object does not exist; 502, it
-            has no address or port.
+        ApiError: 400, the pod is bound to no node; 404, the Node object does not exist; 502, the
+            Node object has no address or port.
     """
     node_name = pod["spec"].get("nodeName")
     if not node_name:
@@ -69,7 +69,8 @@ def container_of(pod: Object, asked: str) -> str:
         asked: the container's name in the request; empty for the only container of the pod.
 
     Raises:
-        ApiError: 400, the pod has no such container, or more than one if `asked` is empty.
+        ApiError: 400, the pod has no container `asked`, or `asked` is empty and the pod has several
+            containers.
     """
     name = pod["metadata"]["name"]
     spec = pod["spec"]

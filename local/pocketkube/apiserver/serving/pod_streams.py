@@ -34,10 +34,12 @@ _Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 async def stream_pod(
     request: web.Request, info: RequestInfo, registry: Registry, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
-    """Copy messages between the client and the kubelet until one of them closes its WebSocket.
+    """Serve exec, attach or port-forward: copy messages between the client and the kubelet.
+
+    The copying ends when the client or the kubelet closes its WebSocket.
 
     Raises:
-        ApiError: the request is invalid, or the kubelet refuses it or does not answer.
+        ApiError: the request is invalid, or the kubelet refuses the request or does not answer.
     """
     pod = registry.get(info)
     path = _kubelet_path(request, info, pod)
@@ -71,7 +73,7 @@ def _kubelet_path(request: web.Request, info: RequestInfo, pod: Object) -> str:
     """Return the path and the query of the request to the kubelet.
 
     Raises:
-        ApiError: 400, the request names no command, or no valid container or ports.
+        ApiError: 400, an exec request has no command, or the container or a port is invalid.
     """
     query, where = request.query, f"{info.namespace}/{info.name}"
     if info.subresource == "portforward":
@@ -103,7 +105,7 @@ async def _copy(source: _Socket, sink: _Socket) -> None:
 
 @contextlib.asynccontextmanager
 async def _closing(upstream: aiohttp.ClientWebSocketResponse) -> AsyncIterator[None]:
-    """Close `upstream` at the end of the block, also if the kubelet does not read."""
+    """Close `upstream` at the end of the `with` block, even if the kubelet does not respond."""
     try:
         yield
     finally:

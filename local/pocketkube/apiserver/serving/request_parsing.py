@@ -107,12 +107,12 @@ async def delete_options(request: web.Request) -> DeleteOptions:
 
 
 def is_set(query: Mapping[str, str], name: str) -> bool:
-    """Return whether the query parameter `name` is true."""
+    """Return whether the query parameter `name` is `1` or `true`."""
     return query.get(name, "").lower() in ("1", "true")
 
 
 def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
-    """Parse a path such as `/api/v1/namespaces/x/pods/y/log`; None if the path is not served."""
+    """Return the target of a path such as `/api/v1/namespaces/x/pods/y/log`; None if not served."""
     match [part for part in path.split("/") if part]:
         case ["api", "v1", *rest]:
             group, version = "", "v1"
@@ -183,8 +183,9 @@ _Loader.yaml_implicit_resolvers = {
 def _check_yaml(raw: bytes) -> None:
     """Raise ValueError if the YAML in `raw` is nested too deeply or has aliases.
 
-    The loader of libyaml is recursive without a limit, and would overflow the stack. Aliases of
-    aliases could take all memory. kubectl sends JSON, so it expands aliases itself.
+    The loader of libyaml recurses without a limit, so deep nesting would overflow the stack.
+    Aliases of aliases could take all memory. kubectl still accepts files with aliases, because it
+    converts YAML to JSON before it sends the request.
     """
     depth = 0
     for event in yaml.parse(raw, Loader=_Loader):

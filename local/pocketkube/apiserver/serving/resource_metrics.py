@@ -25,7 +25,7 @@ async def read_metrics(
 ) -> Object:
     """Return the metrics of the object that `info` names; a list if `info` has no name.
 
-    The list lacks nodes whose kubelet does not answer, and pods without a running container.
+    The list omits nodes whose kubelet does not answer, and pods without a running container.
 
     Raises:
         ApiError: 404, there are no metrics of the named object; 400, a selector is invalid.
@@ -54,7 +54,7 @@ async def read_metrics(
 
 
 async def _summary(node: Object, session: aiohttp.ClientSession) -> Object | None:
-    """Return the measurement of the node's kubelet; None if the kubelet does not answer."""
+    """Return `/stats/summary` from the node's kubelet; None if the kubelet does not answer."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=CONNECT_S)
     try:
         url = f"{kubelet_url(node)}/stats/summary"

@@ -75,7 +75,7 @@ def _label_requirement(text: str) -> Callable[[Mapping[str, str]], bool]:
 
 
 def label_selector(selector: str) -> Predicate:
-    """Parse a label selector, such as `a=b,c!=d,e in (x,y),!f`.
+    """Return a predicate for a label selector, such as `a=b,c!=d,e in (x,y),!f`.
 
     Raises:
         ApiError: 400, the selector is malformed.
@@ -93,7 +93,7 @@ def label_selector(selector: str) -> Predicate:
 
 
 def required_labels(selector: str) -> list[tuple[str, str]]:
-    """Return the `a=b` terms of a label selector, as (key, value).
+    """Return the `a=b` terms of a label selector as (key, value) pairs.
 
     Every object that matches the selector has these labels.
     """
@@ -111,7 +111,7 @@ def _field_value(obj: Object, path: str) -> str:
 
 
 def field_selector(selector: str, storage: str) -> Predicate:
-    """Parse a field selector, such as `metadata.name=x,status.phase!=Running`.
+    """Return a predicate for a field selector, such as `metadata.name=x,status.phase!=Running`.
 
     Raises:
         ApiError: 400, the selector is malformed, or has a field that the kind does not support.

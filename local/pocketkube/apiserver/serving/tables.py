@@ -19,8 +19,8 @@ _STEP = re.compile(r"""\.((?:\\.|[^.\[\]\\])+)|\[([^\]]+)\]""")
 def json_path(obj: Any, expression: str) -> Any:
     """Evaluate the JSON path of a printer column. Return None if no value is found.
 
-    Several values are joined with commas. Supported are `.a.b`, `[0]`, `['key']`, `[*]` and
-    `[?(@.type=="Ready")]`.
+    If several values are found, they are joined with commas. The supported syntax is `.a.b`, `[0]`,
+    `['key']`, `[*]` and `[?(@.type=="Ready")]`.
     """
     found = [obj]
     for match in _STEP.finditer(expression.strip("{}")):
@@ -260,7 +260,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def _custom_column(declared: Object) -> Column:
-    """Build the column for an entry of `additionalPrinterColumns`."""
+    """Build the table column for an entry of a CRD's `additionalPrinterColumns`."""
     kind = declared.get("type", "string")
 
     def cell(obj: Object) -> Any:

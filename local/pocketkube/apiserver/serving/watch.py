@@ -38,7 +38,7 @@ class Selection:
 
 
 class _Stream:
-    """Formats and sends the events of one watch. Table headers are sent only once."""
+    """Formats and sends the events of one watch. Tables have headers only in the first event."""
 
     def __init__(
         self, response: web.StreamResponse, cluster: ClusterState, chosen: Selection
@@ -81,8 +81,8 @@ async def watch(
 ) -> web.StreamResponse:
     """Serve a watch, and return its response.
 
-    The watch ends after the request's `timeoutSeconds`, or when the client disconnects or reads too
-    slowly, or when the watched kind is removed.
+    The watch ends after the request's `timeoutSeconds`. It ends earlier if the client disconnects
+    or reads too slowly, or if the server stops serving the watched kind.
     """
     query = request.query
     since = query.get("resourceVersion", "")

@@ -16,7 +16,7 @@ TOKEN_LIFETIME_S = 3600
 
 
 def build(resolved: ResolvedService) -> Object:
-    """Return the gateway's Deployment. In a rollout, a new pod is ready before an old pod leaves.
+    """Return the gateway's Deployment. In a rollout, a new pod is ready before an old pod ends.
 
     Raises:
         ValueError: the template overlay cannot be merged.
@@ -72,7 +72,7 @@ def revision_of(deployment: Object) -> str:
 
 
 def _token_mount() -> tuple[Object, Object]:
-    """Return (volume, mount) of the account's token, as Kubernetes mounts it automatically.
+    """Return (volume, mount) of the ServiceAccount token, like those that Kubernetes adds.
 
     Only the gateway's container gets the mount.
     """
@@ -94,7 +94,7 @@ def _token_mount() -> tuple[Object, Object]:
 
 
 def _secret_mounts(resolved: ResolvedService) -> list[tuple[Object, Object]]:
-    """Return (volume, mount) for the Secrets with the API keys and the TLS certificate.
+    """Return (volume, mount) of each Secret: API keys and TLS certificate, if the spec has them.
 
     A gateway pod starts only when these Secrets exist.
     """

@@ -10,8 +10,8 @@ from baton_operator.builders.resolved_service import ResolvedService
 def build(resolved: ResolvedService) -> Object:
     """Return the Role that lets the gateway list and watch pods and Services.
 
-    The gateway discovers engines as pods. An annotation of the gateway's Service shows whether the
-    service is scaled to zero by hand.
+    The gateway watches pods to discover engines. An annotation of the gateway's Service shows
+    whether the service is scaled to zero by hand.
     """
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",

@@ -11,11 +11,10 @@ from baton_operator.builders.resolved_service import ResolvedService
 def build(resolved: ResolvedService) -> Object:
     """Return the gateway's Service.
 
-    After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both
-    schemes are ready.
+    While a rollout changes `gateway.tls`, the Service has a port for HTTP and a port for HTTPS.
 
     If the service is scaled to zero by hand, the Service has an annotation, which the gateways
-    watch. A field of the gateways' configuration would cause a rollout at each change.
+    watch. An annotation can change without a rollout of the gateways.
     """
     metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
     if resolved.is_scaled_to_zero_by_hand:

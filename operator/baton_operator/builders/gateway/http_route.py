@@ -12,7 +12,7 @@ ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
 def build(resolved: ResolvedService) -> Object | Absent:
-    """Return the HTTPRoute, which exists only if the spec requests it."""
+    """Return the HTTPRoute; Absent if the spec does not request one."""
     name = names.gateway_name(resolved.name)
     wanted = resolved.spec.gateway.http_route
     if wanted is None:

@@ -10,7 +10,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 
 
 def build(resolved: ResolvedService) -> Object | Absent:
-    """Return the Ingress, which exists only if the spec requests it.
+    """Return the Ingress; Absent if the spec does not request one.
 
     Raises:
         ValueError: the operator's restrictions refuse an annotation.

@@ -17,8 +17,7 @@ def served_scheme(resolved: ResolvedService) -> Scheme:
 def scheme_in_use(resolved: ResolvedService) -> Scheme:
     """Return the URL scheme that clients should use now.
 
-    After an edit of `gateway.tls`, the old scheme is returned until a pod with the new scheme is
-    ready.
+    After an edit of `gateway.tls`, this is the old scheme until a pod with the new scheme is ready.
     """
     wanted, ready = served_scheme(resolved), resolved.gateway_schemes
     return wanted if wanted in ready or not ready else ready[0]

@@ -20,16 +20,16 @@ _REPLACED = {"env"}
 def merge(base: Any, overlay: Any, path: str) -> Any:
     """Return `base` with the changes in `overlay`.
 
-    Objects are merged field by field, and lists of objects by their merge key. Items of `env`
-    replace the item with the same key. Items of the lists in `_APPENDED` are appended. Other values
-    of `overlay` replace those of `base`. A null in `overlay` removes the field.
+    Objects are merged field by field, and lists of objects by their merge key. An item of `env`
+    replaces the whole item with the same key. Items of the lists in `_APPENDED` are appended. Other
+    values of `overlay` replace those of `base`. A null in `overlay` removes the field.
 
     Args:
         path: path of `overlay` in the spec, for error messages.
 
     Raises:
-        ValueError: a field is an object or list in `base`, but not in `overlay`. Or an item of a
-            merged list has no merge key, or two items have the same key. The message names the
+        ValueError: a field is an object or list in `base`, but not in `overlay`; an item of a
+            merged list has no merge key; or two items have the same key. The message names the
             field.
     """
     if isinstance(base, dict):

@@ -61,7 +61,7 @@ def pod_template(
 def pod_security() -> Object:
     """Return the security context of every pod.
 
-    With OnRootMismatch the kubelet does not visit each file of a large volume at every start.
+    With OnRootMismatch the kubelet does not check the owner of every file at each pod start.
     """
     return {
         "runAsNonRoot": True,
@@ -197,7 +197,7 @@ def _merge_overlay(
 
 
 def _named_secrets(resolved: ResolvedService) -> set[str]:
-    """Return the names of the service's Secrets: its key, and those that the spec names."""
+    """Return the names of the Secret with the service key and of the Secrets in the spec."""
     model, gateway = resolved.spec.model, resolved.spec.gateway
     in_gateway = (gateway.api_keys, gateway.tls, gateway.ingress and gateway.ingress.tls)
     found = [model.credentials_secret, *(each.secret_name for each in in_gateway if each)]

@@ -62,7 +62,7 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 
 
 def _kinds_in(known: Collection[str]) -> Callable[[Any], bool]:
-    """Return a check that every set field of an object is in `known`."""
+    """Return a function that checks whether every set field of an object is in `known`."""
     return lambda value: (
         isinstance(value, dict)
         and all(kind in known for kind, source in value.items() if source is not None)
@@ -201,7 +201,7 @@ def _check_profile(own: Object, merged: Object, path: str) -> None:
 def _check_host_path_mounts(
     own: Object, merged: Object, path: str, restrictions: Restrictions
 ) -> None:
-    """Raise ValueError if the overlay mounts a read-only hostPath volume as writable."""
+    """Raise ValueError if a mount of a hostPath that must be read-only is writable."""
     read_only = [
         volume["name"]
         for volume in own["spec"]["volumes"]
@@ -239,13 +239,13 @@ def _check_credentials(
 
 
 def _fields(node: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each field to which `steps` lead from `node`.
+    """Yield (path, value) of each field of `node` that `steps` select.
 
-    The value is None if the field or an object above it is unset. A list that is unset has no
-    items.
+    A step is the name of a field, or `*` for all items of a list. The value is None if the field or
+    an object that contains it is unset. An unset list has no items.
 
     Raises:
-        ValueError: a value on the way is not an object or list.
+        ValueError: a value is not the object or list that a step needs.
     """
     if not steps:
         yield path, node
@@ -263,9 +263,9 @@ def _fields(node: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]
 def _objects(
     node: Any, steps: tuple[str, ...], key: str = ""
 ) -> Iterator[tuple[tuple[str, ...], str, Object]]:
-    """Yield the parts of the path, the key and the value of each object in `node`, at any depth.
+    """Yield (parts of the path, field name, object) for each object in `node`, at any depth.
 
-    The key is empty if the object is an item of a list.
+    The field name is empty if the object is an item of a list.
     """
     if isinstance(node, dict):
         yield steps, key, node

@@ -35,7 +35,7 @@ Loads = list[list[int]]
 
 
 def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
-    """Return the loads summed over all ranks, or an empty list if no rank has a report."""
+    """Return the loads summed over all reports, or an empty list if there is no report."""
     total: Loads = []
     for report in reports:
         if report is None:
@@ -83,9 +83,9 @@ class Balance:
         Args:
             members: ranks of the new generation.
             present: the current generation.
-            keep: whether experts stay where they are, and only lost copies are placed. The group
-                waits for such a placement, so few experts move. The next placement restores balance
-                and redundant copies.
+            keep: whether to move as few experts as possible, because the group waits. Experts stay
+                where they are, and only lost copies are placed. The next placement restores the
+                balance and the redundant copies.
             loads: loads of the experts. None: the loads since the start of `present`.
 
         Raises:
@@ -113,7 +113,7 @@ class Balance:
         )
 
     def expert_bytes(self, members: Iterable[TopologyMember]) -> int:
-        """Return the size of one expert in bytes. 0: a member does not report the size."""
+        """Return the size of one expert in bytes, or 0 if a member does not report the size."""
         return min(status.expert_bytes for status in self._statuses(members))
 
     def due(self, present: Generation, now: float) -> Rebalancing | None:
@@ -177,9 +177,9 @@ class Balance:
         return [self._roster.living[member.instance_id] for member in members]
 
     def _loads(self, present: Generation) -> Loads:
-        """Return the tokens of each expert since the start of the generation.
+        """Return the tokens of each expert since the start of `present`, summed over its ranks.
 
-        Reports that do not fit the placement are left out.
+        Reports that do not fit the placement are left out. The list is empty if no report is left.
         """
         key = key_of(present)
         experts = set(chain.from_iterable(chain.from_iterable(present.placement)))
@@ -193,7 +193,7 @@ class Balance:
         )
 
     def _window(self, present: Generation, now: float) -> Loads:
-        """Return the loads of the window that ends now, or an empty list if no window ends.
+        """Return the loads of the measuring window that ends now. Empty if no window ends now.
 
         If a window ends, the next window starts. A window with too few tokens is extended.
         """
@@ -216,9 +216,9 @@ class Balance:
 
 
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
-    """Return a generation's placement and the instance ids of its ranks.
+    """Return (placement, instance ids of the ranks) of a generation. None if there is none.
 
-    `plan_placement` takes the pair as `previous`. The result is None if `generation` is None.
+    `plan_placement` takes this pair as `previous`.
     """
     if generation is None:
         return None
@@ -226,7 +226,7 @@ def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]]
 
 
 def fits(loads: ExpertLoads, shape: list[int]) -> bool:
-    """Return whether a report has this shape, and no negative number of tokens.
+    """Return whether a report of loads has this shape and no negative number of tokens.
 
     Args:
         loads: the report.

@@ -64,9 +64,9 @@ def plan_placement(
         num_redundant: minimum number of slots beyond one per expert.
         loads: [layer][expert], tokens. None: all experts have the same load.
         previous: a placement and the instance ids of its ranks.
-        tolerance: limit of the heaviest rank's load. With 0.1, the load may be 10% higher than the
-            load of the heaviest rank of a placement without `previous`. A higher value moves fewer
-            experts. With infinity no expert moves for balance alone.
+        tolerance: how much the heaviest rank's load may exceed that of a placement planned without
+            `previous`. 0.1 means 10%. A higher value moves fewer experts. With infinity, no expert
+            moves for balance alone.
 
     Raises:
         ValueError: the arguments contradict each other.
@@ -109,9 +109,9 @@ def plan_placement(
 def count_moves(
     previous: tuple[Placement, Sequence[str]], following: tuple[Placement, Sequence[str]]
 ) -> int:
-    """Return the number of moves: experts that ranks of `following` receive, over all layers.
+    """Return how many experts the ranks of `following` must receive, summed over all layers.
 
-    A rank must receive the experts that it does not hold in `previous`.
+    A rank must receive each expert that it does not hold in `previous`.
 
     Args:
         previous: a placement and the instance ids of its ranks.
@@ -169,7 +169,7 @@ def _plan_layer(
 
 
 def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
-    """Return the layer's placement with its ranks permuted, so that few experts move."""
+    """Return the layer's placement, with its ranks permuted so that few experts move."""
     ranks = range(len(held))
     common = [
         (-len(held[rank].intersection(layer[part])), rank, part) for rank in ranks for part in ranks
@@ -223,7 +223,7 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
 
 
 class _Packing:
-    """An assignment of the copies of one layer's experts to ranks, which may be incomplete."""
+    """An assignment, possibly incomplete, of the copies of one layer's experts to ranks."""
 
     def __init__(
         self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
@@ -298,7 +298,10 @@ class _Packing:
                 heapq.heappush(free, (self.rank_loads[rank], rank))
 
     def refine(self, good_enough: float) -> None:
-        """Swap copies while the heaviest rank's load is above `good_enough` and a swap helps."""
+        """Swap copies while the heaviest rank's load is above `good_enough` and a swap helps.
+
+        `_best_swap` describes which swaps help.
+        """
         while True:
             lightest_first = sorted(
                 range(len(self.ranks)), key=lambda rank: (self.rank_loads[rank], rank)
@@ -319,7 +322,7 @@ class _Packing:
             self._add(back, heavy)
 
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
-        """Return the best swap of an expert on `heavy` with one on `light`; None if no swap helps.
+        """Return the best swap of experts between `heavy` and `light`, or None if no swap helps.
 
         A swap helps if afterwards both ranks have less load than `heavy` has now. Of the swaps
         after which both loads are at most `good_enough`, the best one moves the fewest experts. If
@@ -351,9 +354,9 @@ class _Packing:
         Call this method if every rank with a free slot already holds `expert`. `rank` is one of
         these ranks. `rank` does not hold the returned expert, and can therefore take it.
 
-        An expert to return always exists. A copy of `expert` is unassigned, so at least one full
-        rank does not hold `expert`, but holds num_slots other experts. `rank` holds at most
-        num_slots - 2 of these, because it has a free slot and holds `expert`.
+        Such an expert always exists. At least one full rank lacks `expert`, and so holds num_slots
+        other experts. `rank` has a free slot and holds `expert`, and so holds at most num_slots - 2
+        other experts.
         """
         # Prefer experts that `full` did not hold before. They move anyway.
         choices = (

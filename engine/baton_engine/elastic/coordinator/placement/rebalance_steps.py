@@ -128,9 +128,10 @@ class _Layer:
         self.is_changed = True
 
     def _steps(self, heavy: int, light: int) -> Iterator[_Step]:
-        """Yield, for each expert of `heavy`, the two best swaps and the best copy.
+        """Yield up to two swaps and one copy for each expert that `heavy` holds and `light` lacks.
 
-        Steps that decrease the load of `heavy` too little are left out.
+        The two swaps are those after which the loads of both ranks are closest to each other. Steps
+        that improve the balance too little are left out.
         """
         only_heavy = sorted(self.ranks[heavy] - self.ranks[light])
         by_weight = sorted(
@@ -168,7 +169,7 @@ class _Layer:
             yield step._replace(value=decrease / self._mean**2 / (1 + is_swap))
 
     def _changes(self, step: _Step) -> dict[int, float]:
-        """Return how much the step changes the loads of ranks."""
+        """Return the change of load that the step causes, for each rank whose load changes."""
         there, back = self._weight(step.there), self._weight(step.back)
         if step.is_swap:
             return {step.heavy: back - there, step.light: there - back}
@@ -193,5 +194,5 @@ class _Layer:
         self._holders[comes].add(rank)
 
     def _weight(self, expert: int) -> float:
-        """Return the load of one copy of the expert."""
+        """Return the load of one copy of the expert: its load divided by its number of copies."""
         return self._load[expert] / len(self._holders[expert])
