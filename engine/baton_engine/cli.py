@@ -168,7 +168,7 @@ def _serve(config: EngineConfig) -> int:
 
 
 def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
-    """Create the engine core process. Raise zmq.ZMQError if the engine port cannot be bound."""
+    """Create the engine core process. Raise zmq.ZMQError if a port cannot be bound."""
     if not config.parallel.enable_expert_parallel:
         return EngineCoreProc(config, host)
     # Imported only here, because it imports torch. The parent of worker processes needs no torch.

@@ -137,6 +137,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Return the folders that may contain the checkpoint's files, or the targets of its links."""
+    """Return the folders that may contain a file of the checkpoint after links are resolved."""
     snapshots = next((each for each in folder.parents if each.name == "snapshots"), None)
     return [folder] if snapshots is None else [folder, snapshots.parent / "blobs"]

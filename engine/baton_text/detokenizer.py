@@ -20,8 +20,11 @@ class IncrementalDetokenizer:
 
     Only a window of recent tokens is decoded. The window holds the tokens since the text last ended
     with a complete UTF-8 sequence. It also holds some earlier tokens as context, because decoders
-    drop a space at the start of a text. If the decoded text ends with U+FFFD, this character is
-    held back, because later bytes may complete the UTF-8 sequence. All other text is final.
+    drop a space at the start of a text.
+
+    Byte tokens, such as `<0xE4>`, are held back until another kind of token follows. If the decoded
+    text ends with U+FFFD, this character is held back, because later bytes may complete the UTF-8
+    sequence. All other text is final.
 
     Args:
         kept_token_ids: special tokens whose text is kept, even with `skip_special_tokens`.
@@ -81,7 +84,13 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
-        """Drop tokens with final text from the window's start, if the later text stays the same."""
+        """Shorten the window: drop leading tokens whose text was already emitted.
+
+        The window is cut only where both parts, decoded separately, give the same text as before.
+
+        Args:
+            text: the decoded text of the window.
+        """
         for index in range(len(self._window) - 1, 0, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
             if head + tail == text and len(head) <= self._emitted:

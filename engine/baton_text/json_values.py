@@ -10,8 +10,8 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 def count_values(text: bytes, max_values: int, max_containers: int) -> tuple[int, int]:
     """Return the number of values, and the number of arrays and objects, in the JSON `text`.
 
-    An entry of an object counts as two values. A fast count, which includes punctuation inside
-    strings, is the result if it is within both limits. Otherwise, a second count excludes strings.
+    An entry of an object counts as two values. The first count is fast, but also counts punctuation
+    inside strings. If this count exceeds a limit, the result is a second count without strings.
 
     Args:
         text: a JSON text, which may be invalid.

@@ -214,7 +214,7 @@ def completion_logprobs(
     Args:
         tokenizer: the model's tokenizer.
         logprobs: log-probabilities of consecutive tokens.
-        offset: number of characters before the first of these tokens.
+        offset: number of characters before the first token of the result.
         first_token_id: first token of the echoed prompt. The token has no logprob. None: no echo.
     """
     result = CompletionLogprobs()

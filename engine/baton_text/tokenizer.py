@@ -170,11 +170,11 @@ class Tokenizer:
         return list(encoding.ids)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Return the token ids of two texts with special tokens, for a model that compares them.
+        """Return the token ids of a pair of texts, including special tokens.
 
         Returns:
-            The token ids, and the position of the second text's first token. If the second text has
-            no tokens, the position is the number of ids.
+            The token ids, and the position of the first token with type id 1, where the second text
+            begins. If no token has type id 1, the position is the number of token ids.
 
         Raises:
             ValueError, TokenizerError: as for `encode`.

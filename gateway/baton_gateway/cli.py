@@ -123,7 +123,7 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
 
     Raises:
         ConfigurationError: reason ModelNotFound if the folder or its tokenizer.json is missing,
-            InvalidTokenizer if a file cannot be parsed.
+            InvalidTokenizer if a file cannot be used.
     """
     folder: Path = container_path(config.model.path)
     if not folder.is_dir():
@@ -161,7 +161,7 @@ def make_gateway(
 
     Raises:
         ConfigurationError: reason InvalidAccess if the API keys or the certificate cannot be read,
-            ServiceKeyInvalid if the service key cannot be read.
+            ServiceKeyInvalid if the service key cannot be loaded.
     """
     try:
         return Gateway(config, tokenizer, discovery, defaults)

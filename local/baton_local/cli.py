@@ -238,7 +238,7 @@ def _running_cluster() -> ClusterInfo:
     """Return the description of the running cluster.
 
     Raises:
-        NoClusterError: no cluster is running.
+        NoClusterError: no cluster is running, or the cluster is still starting.
     """
     state = StateDir()
     info = state.read_info()

@@ -32,7 +32,7 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
     """Print the plan, and return the exit code.
 
     The exit code is 0 if the service reaches the state of the last manifest, and 2 if it does not.
-    The exit code is 1 for an invalid manifest.
+    The exit code is 1 if a manifest is invalid, or if the names of the two services differ.
 
     Args:
         files: the old and the new manifest of a service, or the only manifest of a new service.

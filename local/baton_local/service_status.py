@@ -81,7 +81,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def final_failure(self) -> ServiceCondition | None:
-        """The first failed condition whose reason is in FINAL_REASONS; None if there is none."""
+        """The first of Ready and ModelAvailable that is False for one of FINAL_REASONS, or None."""
         failures = (
             condition
             for condition in self.conditions

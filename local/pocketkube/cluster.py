@@ -67,10 +67,10 @@ class LocalCluster:
         self._networks: Networks | None = None
 
     async def start_control_plane(self, timeout_s: float) -> None:
-        """Start the API server and wait until it answers.
+        """Start the control plane and wait until its API server answers.
 
         Raises:
-            ComponentError: the API server has ended, or did not answer within `timeout_s`.
+            ComponentError: the control plane has ended, or did not answer within `timeout_s`.
             NetworksInUseError: too many clusters run on this machine.
         """
         self._networks = claim_networks(self.control_plane)
@@ -111,7 +111,7 @@ class LocalCluster:
         self.start(Component(name, [*module, *kubeconfig, *options], {}))
 
     def start(self, component: Component) -> None:
-        """Start a component. If the component ends, the next call of `heal()` restarts it."""
+        """Start a component. If the component ends, `heal()` restarts it."""
         again = component.name in self._components
         self._components[component.name] = component
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}

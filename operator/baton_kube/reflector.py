@@ -33,7 +33,7 @@ class Reflector:
 
     Attributes:
         objects: the objects by `namespace/name`, or by name if they have no namespace.
-        synced: an asyncio.Event that is set after the first LIST request.
+        synced: an asyncio.Event that is set after the first successful LIST request.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Reflector:
                 pass
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Keep the copy current. Yield None after each LIST request and each watch event.
+        """Keep the copy current. Yield None after each LIST response and each watched change.
 
-        Failures are logged and retried with backoff.
+        Failed requests are retried with backoff.
         """
         loop = asyncio.get_running_loop()
         version, relist_at, backoff_s = "", 0.0, FIRST_BACKOFF_S

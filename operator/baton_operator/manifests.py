@@ -50,7 +50,10 @@ def _render(document: Any, source: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write stale manifests, and return 0. With `--check`, write none; return 1 if any is stale."""
+    """Write the generated files that are stale. Return the exit code.
+
+    With `--check`, write nothing, and return 1 if a file is stale.
+    """
     parser = argparse.ArgumentParser(prog="python -m baton_operator.manifests", description=__doc__)
     parser.add_argument(
         "directory", type=Path, help="folder of the manifests; the chart is beside it"

@@ -193,7 +193,7 @@ def previous_revisions_of(
 
 
 def _pod_fields(spec: Object) -> Object:
-    """Return a copy of `spec` without the fields that do not affect pods."""
+    """Return a copy of `spec` with only the fields that affect pods."""
     fields = {field: value for field, value in spec.items() if field not in _NOT_OF_PODS}
     for group in names.CONFIGURED_ROLES:
         if isinstance(fields.get(group), dict):

@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 def environment_key(
     source_files: Iterable[str], config: Sequence[object], device: torch.device
 ) -> str:
-    """Return a hash of everything outside a graph that its compiled code depends on.
+    """Return a hash of everything, except the graph, that compiled code depends on.
 
     The hash covers source files, versions, the settings of Inductor, `config` and the device.
     Compiled code can be reused if both this hash and the graph's `piece_key` are unchanged.

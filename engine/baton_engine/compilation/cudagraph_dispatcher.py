@@ -108,7 +108,7 @@ class CudagraphDispatcher:
 
     @property
     def max_padded_seqs(self) -> int:
-        """Largest number of sequences that a graph was captured for. 0: graphs fit any number."""
+        """Largest number of sequences to which a step is padded. 0: sequences are never padded."""
         return max(
             (each.descriptor.num_seqs or 0 for each in self.graphs() if each.descriptor), default=0
         )

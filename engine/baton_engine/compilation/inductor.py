@@ -45,7 +45,9 @@ class InductorCompiler:
         self._known: dict[tuple[str, int | None], Compiled] = {}
 
     def open(self, key: str) -> None:
-        """Use the cache folder of the model with this key, or a temporary folder if that fails.
+        """Use the cache folder of the model with this key.
+
+        If the cache folder cannot be used, use a temporary folder and log a warning.
 
         Args:
             key: the model's `environment_key`.
@@ -68,7 +70,7 @@ class InductorCompiler:
     def compile(
         self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
     ) -> Compiled:
-        """Return the compiled piece, from memory or from the cache folder if possible.
+        """Return the compiled piece. Compile it only if it is neither in memory nor on disk.
 
         Args:
             graph: the graph of the piece.
@@ -140,7 +142,7 @@ class InductorCompiler:
 
 
 def default_cache_dir() -> Path:
-    """Return $XDG_CACHE_HOME/baton/compile, or ~/.cache/baton/compile."""
+    """Return $XDG_CACHE_HOME/baton/compile, or ~/.cache/baton/compile if the variable is unset."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "compile"
 
 

@@ -25,9 +25,9 @@ _WIDENINGS = {
 class RemoveNoOps(CustomGraphPass):
     """Replaces a node with an earlier node that has the same value.
 
-    Three kinds of nodes are replaced: views and slices that equal their input, views of views that
-    equal the original tensor, and exact conversions to a wider type and back. If another node reads
-    the wider tensor, the conversion to the wider type stays.
+    Three kinds of nodes are replaced: views, slices and conversions that equal their input, views
+    of views that equal the original tensor, and exact conversions to a wider type and back. If
+    another node reads the wider tensor, the conversion to the wider type stays.
     """
 
     def __call__(self, graph: fx.Graph) -> None:

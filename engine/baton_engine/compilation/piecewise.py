@@ -61,7 +61,8 @@ class NoCompiler:
 class Piece(nn.Module):
     """A compiled piece of the model: the part of the graph between two attention operators.
 
-    The arguments of `forward` are weights, tensors of earlier pieces and the number of tokens.
+    The arguments of `forward` are weights, inputs of the model, results of earlier pieces or
+    attention operators, and the number of tokens.
     """
 
     def __init__(

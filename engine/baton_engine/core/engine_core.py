@@ -66,8 +66,8 @@ class EngineCore(UtilityMethods):
                 just disconnected.
             request_metrics: receives latencies and lengths of requests. None: these metrics
                 are not exported.
-            on_executor_failure: called once with the reason, from any thread, when a worker process
-                dies.
+            on_executor_failure: called with the reason, from any thread, when a worker process dies
+                or a step takes longer than `parallel.step_timeout_s`.
 
         Raises:
             ConfigurationError: the model or the configuration cannot be served.
@@ -130,8 +130,8 @@ class EngineCore(UtilityMethods):
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
         """Start a step if possible, finish the oldest step in flight and return the outputs.
 
-        If a step was started and there is room for another, the call does not wait until the
-        oldest step ends. The next call can then start another step.
+        If a step was started and there is room for another, the call does not wait for a step that
+        still runs. The next call can then start another step.
 
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """

@@ -128,7 +128,7 @@ class StepRecords:
     def add(self, record: StepRecord, outputs: list[EngineCoreOutput]) -> None:
         """Add a finished step and its outputs to the metrics. Call `measure` first.
 
-        Also log the step if `observability.log_iterations` is set.
+        If `observability.log_iterations` is set and the step ran tokens, also log the step.
         """
         step = record.step
         self._request_metrics.on_step(step.total_num_scheduled_tokens, record.started)
@@ -155,7 +155,8 @@ class StepRecords:
     def on_failure(self, step: SchedulerOutput | None, error: BaseException) -> None:
         """Write a crash dump and raise StepFailedError.
 
-        Return without action if `error` is in `survivable`, or is not an Exception (SystemExit).
+        Do nothing if the type of `error` is in `survivable`, or is not a subclass of Exception (for
+        example SystemExit).
 
         Args:
             step: the step that failed. None: scheduling failed.

@@ -38,10 +38,10 @@ class UtilityMethods(PausedEngine):
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """Return the engine's gauges and counters. Those of the KV connector may be cached.
+        """Return the engine's gauges and counters. The KV connector's counters may be cached.
 
-        The connector's counters are at most `max_connector_age_s` seconds old. The connector runs
-        in the workers, so reading its counters delays steps in flight.
+        Cached counters are at most `max_connector_age_s` seconds old. The connector runs in the
+        workers, so reading its counters delays steps in flight.
         """
         now = time.monotonic()
         if now - self._connector_stats_time >= max_connector_age_s:

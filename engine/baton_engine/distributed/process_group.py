@@ -160,6 +160,7 @@ def join_generation(
         name, rank, device, timeout_s, join_timeout_s: arguments of `create_group`.
 
     Raises:
+        TimeoutError: the store does not respond.
         ConfigurationError, TimeoutError, GroupBrokenError: from `create_group`.
     """
     address = StoreAddress(generation.store_host, generation.store_port)
@@ -329,7 +330,7 @@ class TorchGroup:
             peers: the other ranks of the operation, for error messages.
             start: starts the operation and returns torch's work handle.
             timeout: timeout of the operation. None: the backend's timeout. send and recv must
-                pass a timeout. Gloo otherwise uses the timeout with which it connected.
+                pass a timeout, because gloo otherwise applies its connection timeout to them.
         """
         where = (
             f"{operation} in group {self.name}, rank {self.rank} of {self.size}, "

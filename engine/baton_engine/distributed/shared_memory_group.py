@@ -359,7 +359,7 @@ def _pieces(dense: Tensor) -> Iterator[Tensor]:
 
 
 def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
-    """Return the slice of `nbytes` bytes that is exchanged in round `turn`, from 0, of `rounds`."""
+    """Return the slice of `nbytes` bytes that round `turn` exchanges. The first round is 0."""
     return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
 
 

@@ -139,7 +139,7 @@ class StartFailed:
 
 @dataclass(slots=True)
 class StepDone:
-    """Answer: the results of a step. Only the output rank (`startup.output_rank`) sends it."""
+    """Answer: the results of a step. Only the rank `startup.output_rank` sends this answer."""
 
     number: int
     output: ModelRunnerOutput

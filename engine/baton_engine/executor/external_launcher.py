@@ -154,6 +154,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
 
         Raises:
             TimeoutError: the agent's store does not answer, or rank 0 publishes no address.
+            OSError: rank 0 cannot bind the address of the store.
         """
         master = StoreAddress(os.environ["MASTER_ADDR"], _environment("MASTER_PORT"))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -192,7 +192,8 @@ class RayExecutor(RemoteExecutor):
     def _bundles_in_rank_order(self) -> list[int]:
         """Return the index of each rank's bundle in the placement group, grouped by node.
 
-        Tensor-parallel ranks are consecutive, so most of their traffic stays within a node.
+        The bundles on this process's node come first. Tensor-parallel ranks are consecutive, so
+        most of their traffic stays within a node.
         """
         nodes = self._ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
         own = self._ray.get_runtime_context().get_node_id()

@@ -42,7 +42,7 @@ class RemoteExecutor(Executor):
 
     @abc.abstractmethod
     def _take_pending(self, died: bool) -> list[Future[Any]]:
-        """Return the futures that must fail after a failure. The caller holds `_lock`.
+        """Return the pending futures that must fail now. The caller holds `_lock`.
 
         Args:
             died: whether a worker has died. If so, pending calls must fail as well as steps.

@@ -91,7 +91,7 @@ class DPEngineCore(EngineCore):
             executor: runs the model.
             member: name, instance id and addresses of this rank.
             wave_sender: announces waves to the other ranks.
-            join: joins the control group of a generation.
+            join: joins the `ControlGroup` of a generation.
             unreachable: takes members, and returns the instance ids of those that cannot be
                 reached. It is called in another thread.
             wakeup: wakes the engine's loop, which then calls `advance`. Other threads call this
@@ -123,7 +123,7 @@ class DPEngineCore(EngineCore):
 
     @property
     def rank(self) -> int | None:
-        """Rank in the current generation, even if it is broken. None if in no generation."""
+        """Rank in the current generation, which may be broken. None if in no generation."""
         return self.generation.rank_of(self._instance_id) if self.generation is not None else None
 
     @property
@@ -198,8 +198,8 @@ class DPEngineCore(EngineCore):
     def on_start_wave(self, start: StartWave) -> None:
         """Join the wave that another rank has started.
 
-        If the wave belongs to the next generation, keep the message until this rank has committed
-        that generation. Call this method between steps.
+        If the wave belongs to the next generation, join it after this rank has committed that
+        generation. Ignore waves of other generations. Call this method between steps.
         """
         if self._waves is not None and self._is_in(start):
             self._waves.on_start(start)
@@ -234,11 +234,11 @@ class DPEngineCore(EngineCore):
     # Changes of the generation
 
     def advance(self) -> None:
-        """Advance the preparation of the next generation.
+        """Check whether the next generation is prepared, and commit it if no vote is needed.
 
-        If the coordinator's commit was received and this rank is not serving, commit the prepared
-        generation without a vote. Also close an old control group after its grace period. While
-        serving, read the load of each expert every LOADS_INTERVAL_S.
+        No vote is needed if this rank is not serving. The commit must have been received, from the
+        coordinator or through another rank's wave. Also close an old control group after its grace
+        period. While serving, read the load of each expert every LOADS_INTERVAL_S.
         """
         now = time.monotonic()
         standby = self._standby

@@ -60,7 +60,7 @@ class DPEngineCoreProc(EngineCoreProc):
     """The engine process of one rank, with connections to the coordinator and the other ranks."""
 
     def __init__(self, config: EngineConfig, host: str) -> None:
-        """Bind the ports for clients (engine port) and for the group (link port).
+        """Bind the ports for clients (engine port) and for other ranks (link port).
 
         Raises:
             zmq.ZMQError: a port cannot be bound.
@@ -185,8 +185,8 @@ class DPEngineCoreProc(EngineCoreProc):
 
         A dismissed rank is no longer part of the group. The coordinator repeats a dismissal, so
         this method is called again. If the loop does not process the dismissal within
-        DISMISSED_PATIENCE_S, the process fails. Its clients then receive DEAD, and the gateway
-        continues their requests elsewhere.
+        DISMISSED_PATIENCE_S, the process fails. Its clients then receive a DEAD message, and the
+        gateway continues their requests elsewhere.
 
         Args:
             dismissed: `Directive.dismissed` of the received directive.

@@ -58,7 +58,7 @@ class RankReport:
         standby: StandbyGeneration | None,
         stats: EngineStats,
     ) -> Status:
-        """Return the status of this rank that is sent to the coordinator."""
+        """Return this rank's status, which is sent to the coordinator."""
         return Status(
             member=self.member,
             phase=phase,

@@ -12,7 +12,10 @@ from baton_engine.expert_parallel.control_group import ControlGroup
 
 
 class RetiredGroups:
-    """Control groups that are no longer used and not yet closed."""
+    """Control groups of past generations, which are not closed yet.
+
+    The engine cores of one generation exchange votes in a control group.
+    """
 
     def __init__(self) -> None:
         self._groups: list[tuple[float, ControlGroup]] = []

@@ -48,7 +48,7 @@ class StandbyGeneration:
                 prepares nothing.
             current: the generation in use. None: this engine is in no generation.
             executor: executor of the workers, which prepare groups and experts.
-            join: joins the control group.
+            join: joins the `ControlGroup` of a generation.
             wakeup: called by another thread when the join has succeeded or failed.
         """
         self.generation = generation

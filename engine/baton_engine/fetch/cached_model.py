@@ -43,13 +43,13 @@ def find_cached_model(
     """Return the model that `model` names. None: `model` is the path of a folder.
 
     Args:
-        model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. An existing local path
-            `ORG/NAME` takes precedence over the hub.
+        model: `ORG/NAME[@REVISION]` on a hub, a URI that `baton-model fetch` accepts, or a path. An
+            existing local path `ORG/NAME` takes precedence over the hub.
         revision: branch, tag or commit of a hub's model.
         download_dir: the cache folder. None: the result of `default_cache`.
 
     Raises:
-        FetchError: the URI is invalid.
+        FetchError: the URI or the revision is invalid.
         ValueError: `revision` is given for a folder or an object store, or for a `model` that
             already names a revision.
     """
@@ -70,7 +70,7 @@ def find_cached_model(
 
 
 def default_cache() -> Path:
-    """Return $XDG_CACHE_HOME/baton/models, or ~/.cache/baton/models."""
+    """Return $XDG_CACHE_HOME/baton/models, or ~/.cache/baton/models if the variable is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "models"
 
 

@@ -119,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
 def _exit(code: int) -> NoReturn:
     """End the process without waiting for other threads.
 
-    Threads that still download must not write to the log after the line `FATAL <reason>: ...`.
+    Threads that still download must not write to the log after the line
+    `FATAL <reason>: <message>`.
     """
     os._exit(code)
 

@@ -43,7 +43,7 @@ class RetryPolicy:
         """Wait before the next attempt.
 
         Args:
-            attempt: number of earlier attempts without a new byte.
+            attempt: number of retries since the last new byte, or since the start.
             silent_since: `time.monotonic` of the last new byte, or of the start if there was none.
             stop: an event that ends the wait when it is set.
 

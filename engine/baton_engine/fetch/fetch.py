@@ -34,7 +34,7 @@ class FetchRequest:
 
 
 def fetch(request: FetchRequest, progress: FetchProgress, retries: RetryPolicy) -> Marker:
-    """Download the model unless its folder is complete. Return the content of the marker file.
+    """Download the model unless its folder is complete. Return the folder's marker.
 
     Raises:
         FetchError: the model cannot be downloaded.
@@ -68,10 +68,10 @@ def fetch(request: FetchRequest, progress: FetchProgress, retries: RetryPolicy) 
 def _fetch_once(
     request: FetchRequest, source: Source, progress: FetchProgress, retries: RetryPolicy
 ) -> Marker:
-    """Download the selected files of the model, and commit them as the model's folder.
+    """Download the selected files to a partial folder, and rename it to the model's folder.
 
     Returns:
-        The content of the folder's marker file.
+        The marker of the model's folder.
 
     Raises:
         FetchError: an immediate retry does not help.

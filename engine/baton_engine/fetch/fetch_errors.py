@@ -17,4 +17,4 @@ class FetchError(ConfigurationError):
 
 
 class TransientError(Exception):
-    """The network or the source failed. The same request may succeed later."""
+    """A temporary failure, for example of the network. A retry may succeed."""

@@ -20,7 +20,7 @@ MAX_ERROR_CHARS = 1000
 
 
 class FetchProgress:
-    """The progress of a fetch, written by the fetcher and read by the HTTP server's threads."""
+    """The progress of a fetch, written by the fetcher and read by other threads."""
 
     def __init__(self) -> None:
         self._message = "starting"
@@ -35,8 +35,9 @@ class FetchProgress:
 
         Args:
             message: what the step does.
-            measure: returns the progress of the step, or None if unknown. It is called for every
-                health report. None: the progress is always unknown.
+            measure: function that returns the progress of the step, or None if the progress is
+                unknown. It is called for every health report. If `measure` itself is None, the
+                progress is unknown.
         """
         self._measure = measure or (lambda: None)
         if message != self._message:

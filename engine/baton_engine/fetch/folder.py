@@ -36,7 +36,7 @@ _Record = TypeVar("_Record")
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """The content of the marker file in a complete folder."""
+    """The content of the marker file, which shows that a model's folder is complete."""
 
     uri: str
     revision: str
@@ -137,9 +137,9 @@ class Partial:
         """Move reusable files of other partial folders into this folder. Remove those folders.
 
         Folders whose fetcher still runs on this machine are skipped. Files are reused only if their
-        folder has the same revision. Verified files are verified again, because another client of a
-        shared cache may have written them. Incomplete files are reused only if their fetcher ran on
-        this machine, because a fetcher on another machine may still write to them.
+        folder has the same model and revision. Verified files are verified again, because another
+        client of a shared cache may have written them. Incomplete files are reused only if their
+        fetcher ran on this machine, because another machine's fetcher may still write to them.
 
         Args:
             files: the files of the model, as the source lists them.

@@ -43,11 +43,11 @@ def select(names: Iterable[str], only: Only) -> list[str]:
     POOLING_FILE. Hidden files and files that can contain code, such as pickles, are never selected.
 
     Args:
-        names: all files of the model.
+        names: names of all files of the model.
         only: "tokenizer" selects only the files that a gateway reads.
 
     Raises:
-        FetchError: a name leads out of the folder, there are more than MAX_FILES, or config or
+        FetchError: a name is unsafe, more than MAX_FILES files are selected, or config.json or the
             weights are missing (ModelInvalid).
     """
     taken = []
@@ -73,7 +73,11 @@ def select(names: Iterable[str], only: Only) -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raise FetchError (ModelInvalid) if `name` may lead out of the model's folder."""
+    """Raise FetchError (ModelInvalid) unless `name` is a safe path in the model's folder.
+
+    A safe path is relative and printable, has no backslash and no part `.` or `..`, and has at most
+    255 characters.
+    """
     parts = name.split("/")
     hostile = (
         not name

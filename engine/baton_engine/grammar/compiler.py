@@ -85,7 +85,8 @@ class GrammarCompiler:
         """Compile a specification, and return its matcher.
 
         Raises:
-            ValueError: the specification is invalid, or exceeds a limit.
+            ValueError: the specification is invalid or exceeds a limit, or the tokenizer cannot be
+                used.
         """
         backend = self._load()
         from llguidance import LLMatcher
@@ -156,7 +157,7 @@ class GrammarCompiler:
 def _check_ids(content: str) -> None:
     """Raise ValueError if a token id in tokenizer.json is larger than MAX_TOKEN_ID.
 
-    The library's table has one entry per id up to the largest, also for unused ids.
+    llguidance allocates one table entry per id up to the largest id, also for unused ids.
     """
     data = parse_object(content.encode())
     vocab = data["model"]["vocab"]

@@ -75,7 +75,11 @@ class GrammarTrial:
             process.kill()
 
     def _ask(self, spec: StructuredOutput) -> bytes:
-        """Send `spec` to the child, and return its line of JSON. Empty if the child has ended."""
+        """Send `spec` to the child process, and return its answer as a line of JSON.
+
+        Start the child process if none is running. The answer is empty if the child process ends
+        without one, or after `close`.
+        """
         if self._closed:
             return b""
         if self._process is None:

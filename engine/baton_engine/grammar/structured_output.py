@@ -174,8 +174,7 @@ class StructuredOutputManager:
         vocab_size: width of the logits. Ids that the tokenizer does not have (padding of the
             embedding) are never allowed.
         eos_token_ids: the model's EOS tokens, which are allowed only where the text may end.
-        wakeup: called when a Future of `compile` is done, in the compiling thread unless the
-            grammar is cached.
+        wakeup: called when a Future of `compile` is done. Any thread may call this function.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class StructuredOutputManager:
         Args:
             spec: the specification.
             cache_salt: only requests with the same salt share compiled grammars. Otherwise the time
-                to the first token would show whether another client has sent a specification.
+                to the first token would show whether another client has used this specification.
 
         Returns:
             A Future of the grammar. The Future raises ValueError if the specification is invalid.

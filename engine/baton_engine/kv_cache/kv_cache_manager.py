@@ -158,8 +158,8 @@ class KVCacheManager:
         Args:
             cached: result of `find_cached_prefix`, for a sequence without blocks. These blocks
                 become the sequence's first blocks. An offloaded block gets a device block, which
-                this call adds to the prefix cache. The step that is being scheduled restores its KV
-                before the step's tokens run.
+                this call adds to the prefix cache. The step that is being scheduled restores the
+                block's KV before the step's tokens run.
 
         Returns:
             True on success. False, with nothing changed, if too few blocks are free.

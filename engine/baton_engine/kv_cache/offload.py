@@ -103,7 +103,7 @@ class OffloadTier:
             self._busy.add(block.slot)
 
     def restore(self, block: OffloadedBlock, block_id: int) -> None:
-        """Add a copy from a held block to device block `block_id` to the step being scheduled."""
+        """Let the step that is being scheduled copy a held block to device block `block_id`."""
         self._restores.append(BlockCopy(block.slot, block_id))
         self.num_restored += 1
 

@@ -132,7 +132,10 @@ class AsyncLLM:
                 yield output
 
     async def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Pause this AsyncLLM and free memory, like `LLM.sleep`. Requests wait for `wake_up`."""
+        """Abort all requests, pause this AsyncLLM and free memory.
+
+        New requests wait until `wake_up` is called. The levels are those of `LLM.sleep`.
+        """
         await self._loop.call(lambda: self._model.core.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

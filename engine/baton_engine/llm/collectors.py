@@ -84,9 +84,10 @@ class SamplesCollector(Collector):
         return self._samples[output.request_id].push(output)
 
     def result(self, request_id: str, *, finished: bool = True) -> RequestOutput:
-        """Return the result so far. `request_id` is the id of the result.
+        """Return the result so far.
 
         Args:
+            request_id: id of the result.
             finished: whether all requests have ended.
         """
         samples = list(self._samples.values())
@@ -185,7 +186,7 @@ class VectorCollector(Collector):
         )
 
     def similarity(self, other: VectorCollector) -> ScoringRequestOutput:
-        """Return the cosine of this embedding and that of `other`. Both must be normalized."""
+        """Return the cosine similarity to the embedding of `other`. Both must be normalized."""
         return ScoringRequestOutput(
             self.requests[0].request_id,
             ScoringOutput(dot(self.vector, other.vector)),

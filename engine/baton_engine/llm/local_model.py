@@ -131,8 +131,9 @@ class LocalModel:
 
         Raises:
             TypeError: `messages` is neither a conversation nor a list of conversations.
-            ValueError: there is no chat template, the template rejects the messages, or
-                `chat_template_kwargs` contains an argument of `LLM.chat`.
+            ValueError: a conversation is empty or invalid, there is no valid chat template, or the
+                template rejects the messages. Also if `chat_template_kwargs` contains `messages`,
+                `add_generation_prompt` or `tools`.
         """
         variables = chat_template_kwargs or {}
         template = self._chat_template(chat_template, variables)
@@ -150,7 +151,8 @@ class LocalModel:
             variables: the caller's `chat_template_kwargs`.
 
         Raises:
-            ValueError: there is no template, or `variables` contains an argument of `chat`.
+            ValueError: there is no valid template, or `variables` contains `messages`,
+                `add_generation_prompt` or `tools`.
         """
         for name in ("messages", "add_generation_prompt", "tools"):
             if name in variables:

@@ -211,7 +211,7 @@ class EngineCollector(Collector):
         """Add one sample per entry of `values` to `family`, and return `family`.
 
         Args:
-            values: value of each sample, by the values of its labels other than model_name.
+            values: value of each sample. A key has the sample's label values except model_name.
         """
         for labels, value in values.items():
             family.add_metric([self._model_name, *labels], value)

@@ -37,10 +37,11 @@ class TopologyStats(msgspec.Struct, kw_only=True):
 
 
 def commit_pauses() -> dict[str, Histogram]:
-    """Create the histograms of the pauses that commits of generations cause, by kind of commit.
+    """Create one histogram of pause times for each kind of commit.
 
+    A commit moves a rank to the next generation (version of the expert-parallel group's topology).
     For a `planned` commit, the pause is the duration of the commit. For a `broken` commit, the
-    pause starts when the old generation broke.
+    pause starts when the old generation broke, and ends with the commit.
     """
     return {
         kind: Histogram("Time without steps while the generation changed.", _PAUSE_S)

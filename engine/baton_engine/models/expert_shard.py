@@ -123,9 +123,10 @@ class ExpertShard:
     def _mix_masked(
         self, x: Tensor, weights: Tensor, ranks: Tensor, slots: Tensor, most: int
     ) -> Tensor:
-        """Return the result of `mix` in the masked layout, with `most` rows sent to every rank.
+        """Return the result of `mix` in the masked layout, which sends all tokens to every rank.
 
-        In the rows for each rank, row t holds token t of this rank.
+        This rank sends `most` rows to each rank. Row t holds token t, and further rows are padding.
+        Slots of experts that are on another rank are masked (ELSEWHERE).
         """
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
@@ -176,7 +177,13 @@ class ExpertShard:
 
 
 def uses_masked_layout(wave_tokens: Sequence[int]) -> bool:
-    """Return whether a step in which rank r has `wave_tokens[r]` tokens uses the masked layout."""
+    """Return whether a step uses the masked layout, which sends all tokens to every rank.
+
+    In other steps, a rank receives only the tokens that need its experts.
+
+    Args:
+        wave_tokens: each rank's number of tokens in the step.
+    """
     return max(wave_tokens) * len(wave_tokens) <= MASKED_ROWS
 
 

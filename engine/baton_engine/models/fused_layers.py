@@ -51,8 +51,8 @@ def fuse_layers(model: Model) -> FusedModel | None:
 
     Returns:
         The fused model. None for encoders, for tensor-parallel or expert-parallel models, and for
-        models with a subclass of `DecoderLayer`. Also None if the operation cannot read the
-        weights.
+        models with layers of a subclass of `DecoderLayer`. Also None if the operation cannot read
+        the weights.
     """
     if not isinstance(model, CausalLM):
         return None

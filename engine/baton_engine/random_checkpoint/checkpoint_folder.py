@@ -61,9 +61,10 @@ def create_checkpoint(
             the second half of the layers use the window, in other architectures all layers. llama
             has no window.
         dtype: type of the stored weights: float32, bfloat16 or float16.
-        pooling: last, mean or cls. Write an embedding model like Qwen3-Embedding: without an output
-            layer, and with the module files of `sentence-transformers`. None: write a generating
-            model, or an encoder without module files.
+        pooling: last, mean or cls: write an embedding model with this pooling, like
+            Qwen3-Embedding. It has no output layer, and has the module files of
+            `sentence-transformers`. None: write a generating model, or an encoder without module
+            files.
         classifier: write a model that scores pairs of texts, such as Qwen3-Reranker in the form of
             Qwen3ForSequenceClassification.
         max_shard_size: maximum bytes per weight file. None: one file without an index.

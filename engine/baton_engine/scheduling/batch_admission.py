@@ -45,9 +45,10 @@ class BatchAdmission:
     ) -> LazyDecisions[Admitted | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        An earlier request in the queue `waiting` starts before the loaded request. A loaded request
-        that needs more blocks than are free is preempted. While requests are swapped out, only
-        loaded requests start here, because the free blocks are reserved for the swapped requests.
+        An earlier request in the queue `waiting` starts first if enough blocks are free. A loaded
+        request that needs more blocks than are free is preempted. While requests are swapped out,
+        only loaded requests start here, because the free blocks are reserved for the swapped
+        requests.
         """
         while (
             step.budget > 0

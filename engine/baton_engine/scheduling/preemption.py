@@ -37,7 +37,7 @@ class Preemptor:
         self.watermark_blocks = state.watermark_blocks
 
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
-        """Return the decision that frees blocks because the running `request` needs more.
+        """Return the decision that frees blocks for the running `request`.
 
         A request is behind `request` if its `Request.order` is larger. The first of these requests
         that exists is preempted:

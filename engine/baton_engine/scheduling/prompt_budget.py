@@ -23,7 +23,7 @@ MIN_PROMPT_TOKENS = 16
 
 @dataclass(slots=True)
 class PromptBudget:
-    """The limit on the prompt tokens of each step, and the rules that adjust this limit.
+    """The limit on the prompt tokens of a step with decodes, and the rules that adjust this limit.
 
     Attributes:
         target_s: target for the duration of a step in which sequences decode, in seconds.

@@ -120,7 +120,7 @@ class RequestLifecycle:
         self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def _allocate(self, sequence: Request, num_tokens: int, cached: Sequence[CachedBlock]) -> None:
-        """Allocate the blocks of a sequence that starts with the KV of the blocks `cached`."""
+        """Allocate blocks for `num_tokens` tokens. The first blocks are `cached`, with their KV."""
         allocated = self.state.kv.allocate(sequence, num_tokens, cached)
         assert allocated, "the decision has counted the blocks"
         sequence.num_computed_tokens = len(cached) * self.state.kv.block_size

@@ -59,7 +59,10 @@ class RequestOutputs:
             request.report.routed_experts.append(experts)
 
     def emit(self, request: Request, output: EngineCoreOutput) -> None:
-        """Add pending events, prompt logprobs and routed experts to `output`, and collect it."""
+        """Store `output` for `take`, together with the pending events of the request.
+
+        If `output` has tokens, add the collected prompt logprobs and routed experts too.
+        """
         report = request.report
         if not report.has_output:
             report.has_output = True

@@ -426,7 +426,7 @@ class Scheduler:
             self._lifecycle.compute_again(request)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
-        """Clear the prefix cache. If `reset_running` is set, preempt all requests before."""
+        """Clear the prefix cache. If `reset_running` is set, first call `preempt_all`."""
         if reset_running:
             self.preempt_all()
         self.state.kv.reset_prefix_cache()

@@ -18,7 +18,7 @@ class StopRules:
         self._max_model_len = max_model_len
 
     def is_stop_token(self, request: Request, token_id: int) -> bool:
-        """Return whether `token_id` is a stop token of the request. Ignore min_tokens."""
+        """Return whether `token_id` is a stop token of the request, regardless of `min_tokens`."""
         params = request.sampling_params
         return token_id in params.stop_token_ids or (
             token_id in self.eos_token_ids and not params.ignore_eos

@@ -45,7 +45,9 @@ class Access:
 
     @classmethod
     def load(cls, service_key_file: str) -> Access:
-        """Return an object that checks for the key in a file. An empty path admits all clients.
+        """Return an object that checks for the key in a file.
+
+        If the path is empty, all clients are admitted.
 
         Raises:
             ConfigurationError: the key cannot be read.

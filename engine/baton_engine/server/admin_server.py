@@ -61,7 +61,7 @@ class DrainStatus(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class AdminCallPending:
-    """Stands for the result of a slow call, which continues after the HTTP response 202."""
+    """The result of a call that is still running. The HTTP server responds with status 202."""
 
 
 class EngineAdmin(Protocol):
@@ -108,7 +108,7 @@ class AdminServer:
         """Bind the port.
 
         Args:
-            host: the pod's address, for which requests must be signed.
+            host: address of the pod. The signature of a signed POST request must cover it.
             port: 0 selects a free port. The attribute `port` contains the bound port.
             access: checks POST requests for the key. None admits all requests.
 

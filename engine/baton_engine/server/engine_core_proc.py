@@ -424,8 +424,9 @@ class EngineCoreProc:
     def _advance_shutdown(self, core: EngineCore) -> bool:
         """Start the drain, or check whether it is complete.
 
-        At the drain timeout, after a second signal, or while the engine is paused, remaining
-        requests end with the error DRAINING. The gateway continues these requests on other engines.
+        At the drain timeout, after a second signal, or if a pause keeps all requests from running,
+        the remaining requests end with the error DRAINING. The gateway continues these requests on
+        other engines.
 
         Returns:
             Whether the process may stop.

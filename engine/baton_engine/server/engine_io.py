@@ -496,7 +496,7 @@ def _open_router(client_timeout_s: float) -> zmq.Socket[bytes]:
 
 
 def _request_id(kind: bytes, payload: bytes) -> str:
-    """Return the request id in an encoded message, or "" if there is none or it is unreadable."""
+    """Return the request id in an encoded message, or "" if the message has no readable id."""
     if kind not in (RequestType.ADD, RequestType.PREFILL_RESULT):
         return ""
     try:

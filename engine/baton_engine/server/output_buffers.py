@@ -68,7 +68,7 @@ class OutputBuffers:
         """Take back sent buffers, oldest first. Stop at the first buffer that ZMQ still reads.
 
         A buffer for a client that does not read keeps all later buffers in `_lent`, even those that
-        ZMQ has sent. When the length of `_lent` has doubled, buffers that ZMQ has sent are dropped.
+        ZMQ has sent. If `_lent` has more than `_most_lent` buffers, the sent buffers are dropped.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

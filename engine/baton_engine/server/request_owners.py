@@ -65,9 +65,9 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the request ids of all ABORT messages that are still in the input queue.
+        """Return the request ids of the ABORT messages that wait in the input queue.
 
-        Requests that other clients own are left out.
+        Each message is read only once. Requests that other clients own are left out.
         """
         request_ids: list[str] = []
         while True:

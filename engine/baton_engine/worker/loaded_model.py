@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.e
 class LoadedModel:
     """One rank's model on its device, and the `ForwardRunner` that runs it.
 
-    The model is absent before `load`, and between `move_to_host` or `drop` and `restore`.
+    The model is absent before `load`, and from `drop` until `restore`. With a GPU, the model is
+    also absent from `move_to_host` until `restore`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -230,12 +230,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample a token for each request whose last token ran, or pool the tokens of the step.
+        """Sample a token for each request whose last token ran. With a pooling model, pool instead.
 
         The output also has the requested logprobs and routed experts.
 
-        This worker also appends the sampled tokens to its input batch. Pipeline stages before the
-        last return an empty output.
+        The sampled tokens are also appended to this worker's input batch. Pipeline stages before
+        the last return an empty output.
 
         With asynchronous scheduling on a GPU and one pipeline stage, an output that contains only
         tokens is a `PendingOutput`, unless the step has a grammar. The caller can then prepare the

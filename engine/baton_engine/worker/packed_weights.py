@@ -25,7 +25,8 @@ def pack_weights(model: Model) -> None:
 
     Each plain weight is freed after it is packed, except the weight of a tied embedding. Experts of
     an expert-parallel model are packed later, by `ExpertStore`. If weights of the model's dtype
-    cannot be packed, the model stays as it is. No weights can be loaded into a packed model.
+    cannot be packed on the model's device, the model stays as it is. No weights can be loaded into
+    a packed model.
     """
     parameter = next(model.parameters())
     if packing(parameter.dtype, parameter.device) is not None:

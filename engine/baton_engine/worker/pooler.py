@@ -91,7 +91,10 @@ class Pooler:
         return pooled
 
     def _embeddings(self, pooled: Tensor, params: list[PoolingParams]) -> list[bytes]:
-        """Shorten and normalize the vectors as their requests ask. Return each vector's bytes."""
+        """Shorten and normalize the vectors as configured. Return the bytes of each vector.
+
+        The `PoolingParams` of a request override the configuration of the model.
+        """
         short = {index: each.dimensions for index, each in enumerate(params) if each.dimensions}
         for index, dimensions in short.items():
             pooled[index, dimensions:] = 0  # so that the norm is that of the shorter vector

@@ -14,8 +14,9 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 def sleep(runner: ModelRunner, level: int) -> None:
     """Release the KV cache and the weights until `wake_up`.
 
-    Level 1 moves the weights of a GPU to host memory. Weights on a CPU stay. Level 2 drops the
-    weights. All KV is lost at both levels, so the scheduler must compute the KV again.
+    Level 1 moves the weights from a GPU to host memory, and does not change weights on a CPU.
+    Level 2 drops the weights. All KV is lost at both levels, so the scheduler must compute the KV
+    again.
 
     Raises:
         ValueError: the level is not 1 or 2.
@@ -42,9 +43,11 @@ def sleep(runner: ModelRunner, level: int) -> None:
 def wake_up(runner: ModelRunner, tags: list[str] | None = None) -> None:
     """Restore the weights and an empty KV cache after `sleep`.
 
+    When both have been restored, in one call or in two, graphs are captured again.
+
     Args:
-        runner: the runner that sleeps. When both parts are restored, graphs are captured again.
-        tags: the parts to restore now: "weights", "kv_cache" or both. None restores both.
+        runner: the runner that sleeps.
+        tags: what to restore in this call: "weights", "kv_cache" or both. None: both.
 
     Raises:
         ValueError: a tag is unknown.

@@ -255,7 +255,7 @@ class Worker:
         self._publish_blocks()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample the tokens of the last executed step. Return them and the ended KV transfers.
+        """Sample the tokens of the last executed step. Return tokens and ended KV transfers.
 
         On a GPU, the result may be a `PendingOutput`, so that the caller can prepare the next step.
         """
@@ -301,7 +301,7 @@ class Worker:
         self._expert_generations.commit(nonce)
 
     def drop_generation(self, nonce: str) -> None:
-        """Drop the next generation (prepared or in preparation) if it has this nonce."""
+        """Drop the next generation (ranks and expert placement) if it has this nonce."""
         self._expert_generations.drop(nonce)
 
     def leave_generation(self) -> None:
@@ -318,7 +318,7 @@ class Worker:
 
         Args:
             nonce: nonce of the generation to interrupt. Do nothing if another generation is
-                current. Empty: interrupt any generation.
+                current. Empty: interrupt the current generation.
         """
         if self._generations is not None:
             self._generations.interrupt(nonce)
@@ -331,8 +331,8 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Release the memory of the KV cache and the weights until `wake_up`.
 
-        Level 1 moves the weights of a GPU to host memory. Weights on a CPU stay. Level 2 drops the
-        weights.
+        Level 1 moves the weights from a GPU to host memory, and does not change weights on a CPU.
+        Level 2 drops the weights.
 
         The engine core refuses to sleep while other engines use the KV cache or the experts.
 
@@ -376,7 +376,7 @@ class Worker:
         self._leave_groups()
 
     def _publish_blocks(self) -> None:
-        """Let peers load the KV blocks that the current step completes, once per step."""
+        """Let peers load the KV blocks that the step completes. A second call does nothing."""
         step, self._unpublished = self._unpublished, None
         if step is not None and self.connector is not None and step.connector.saves:
             self._mark_queued_work()

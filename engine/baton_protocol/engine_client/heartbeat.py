@@ -18,8 +18,8 @@ SUSPECT_AFTER_INTERVALS = 2
 class HeartbeatMonitor:
     """Measures for how long an engine has sent no message. Each interval begins with a PING.
 
-    An interval adds at most twice `interval_s` to the measured time. If an interval lasts longer,
-    this process itself was stopped or short of CPU, so time above the limit does not count.
+    An interval adds at most twice `interval_s` to the measured time. If an interval lasts longer
+    than that, this process itself was stopped or short of CPU, so the rest does not count.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
@@ -81,7 +81,8 @@ class HeartbeatMonitor:
         """Return the estimated number of requests at the engine, including those of other clients.
 
         The estimate begins with the number in the last PONG. It adds the change in the number of
-        this client's own requests since the corresponding PING.
+        this client's own requests since the corresponding PING. Before the first PONG, only this
+        client's requests are counted.
 
         Args:
             num_unfinished: number of this client's requests in flight.

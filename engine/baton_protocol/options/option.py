@@ -48,7 +48,7 @@ def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> None:
-    """Add a flag for each option. The result of argparse has the value under the option's path."""
+    """Add a flag for each option. argparse stores the flag's value under the option's path."""
     for option in declared:
         how: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction}

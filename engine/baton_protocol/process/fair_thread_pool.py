@@ -16,8 +16,8 @@ _Calls = dict[Future[Any], Callable[[], Any]]
 class FairThreadPool:
     """Runs calls in threads, one call of each client per round. Thread-safe.
 
-    The calls of a client start in the order of their submission. Between the starts
-    of two waiting calls of a client, at most one call of each other client starts.
+    The calls of a client start in the order of their submission. After a call of a client has
+    started, at most one call of each other client starts before the client's next waiting call.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:

@@ -71,7 +71,7 @@ class ReplyFormat:
         prompt: str,
         special_token_id: Callable[[str], int | None],
     ) -> Reply | None:
-        """Return how to parse the reply to a request; None if its whole text is content.
+        """Return how to parse the reply to a request; None if the whole reply is content.
 
         Args:
             request: the checked request.

@@ -52,7 +52,11 @@ class ReplyGrammar:
         return self._reasoning is not None and self._budget is not None
 
     def text(self, tool_format: ToolFormat | None) -> str:
-        """Return a grammar of free text, which also allows the special tokens of `tool_format`."""
+        """Return a grammar of free text.
+
+        If `tool_format` has a text that begins the content, the grammar requires it. Otherwise, the
+        grammar also allows the special tokens of `tool_format`.
+        """
         layout = None if tool_format is None else tool_format.layout
         if layout is not None and layout.content:
             return self._grammar(f"{self._literal(layout.content)} TEXT")
@@ -87,7 +91,7 @@ class ReplyGrammar:
         is_single: bool,
         content_schema: dict[str, Any] | None,
     ) -> str | None:
-        """Return the grammar of a reply with calls, or None if the format has no grammar for it.
+        """Return the grammar of a reply with calls, or None if the reply gets no grammar.
 
         The grammar makes calls complete, and their arguments follow the schema of the tool. Text
         outside the calls is free. With a `content_schema`, a reply is either calls or JSON of this
@@ -135,7 +139,7 @@ class ReplyGrammar:
         Args:
             body: right-hand side of the rule for the text after the reasoning.
             lines: definitions of the rules and terminals in `body`.
-            markers: texts that the terminal TEXT must not match, because the parser reads a call
+            markers: texts that the terminal TEXT must not contain, because the parser reads a call
                 after each of them.
         """
         reasoning, prefix = self._reasoning, ""
@@ -155,7 +159,7 @@ class ReplyGrammar:
         return "".join([*head, f"TEXT: {text}\n", f"start: {prefix} {body}\n", *lines])
 
     def _thinking(self, end: str) -> str:
-        """Return the rule that matches the rest of the reasoning and its end marker."""
+        """Return the rules that match the rest of the reasoning and its end marker."""
         first, *rest = self._parts(end)
         closing = " ".join([first, *rest])
         if self._budget is None:
@@ -173,7 +177,13 @@ class ReplyGrammar:
         return f"{cut}{whole}thinking: (thinking_cut {first} | thinking_whole) {following}\n"
 
     def _up_to(self, rule: str, text: str, end: str) -> str:
-        """Return a rule named `rule`: the terminal `text` up to and including the first `end`."""
+        """Return the definition of a rule that matches a text up to and including its first `end`.
+
+        Args:
+            rule: name of the rule.
+            text: terminal that matches the text before `end`.
+            end: text that ends the match.
+        """
         first, *rest = self._parts(end)
         if first.startswith("<"):
             return f"{rule}: {text} {' '.join([first, *rest])}\n"
@@ -183,7 +193,7 @@ class ReplyGrammar:
         return " ".join(self._parts(text))
 
     def _parts(self, text: str) -> list[str]:
-        """Return Lark terminals that match `text`. Special tokens must be named by their ids."""
+        """Return Lark terminals that match `text`. A special token is written as its id."""
         found: list[str] = []
         plain = ""
         for part in re.split(f"({SPECIAL_TEXT.pattern})", text):
@@ -204,7 +214,7 @@ def _json(schema: Any) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """Return a JSON schema without titles, descriptions and comments, which are often most of it.
+    """Return a JSON schema without titles, descriptions and comments, to make it shorter.
 
     A property may be named like one of these keywords. Such a property is kept.
     """

@@ -38,7 +38,7 @@ class EndOfTextError(BadSyntaxError):
 class TextReader:
     """Reads a text that arrives in pieces.
 
-    A generator method yields while it waits for the next piece.
+    The methods that return a `Reading` are generators. They yield when they need the next piece.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 @lru_cache(1024)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the first marker. If several begin there, the longest matches.
+    """Return a pattern that finds the first marker, or the longest of those at the same position.
 
     One search with the pattern reads the text once. A separate search for each marker would read
     the text many times.

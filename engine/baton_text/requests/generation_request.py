@@ -242,7 +242,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return False
 
     def requested_max_tokens(self) -> int | None:
-        """Return the limit on generated tokens. None: only the context length limits them."""
+        """Return the request's limit on generated tokens. None: the request sets no limit."""
         return self.max_tokens
 
     def max_tokens_field(self) -> str | None:
@@ -264,7 +264,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.prompt_logprobs
 
     def release_prompt(self) -> None:
-        """Drop the values that are needed only to build the prompt and the grammar.
+        """Drop values that are needed only to build the prompt and the sampling parameters.
 
         Fields of structured outputs keep a placeholder, so `refusal` can still name them.
         """

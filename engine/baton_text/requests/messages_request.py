@@ -89,7 +89,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class _Completion(ChatCompletionRequest, kw_only=True):
-    """A chat completion whose `max_tokens` may exceed the part of the context after the prompt.
+    """A chat completion request whose `max_tokens` may exceed the space left in the context.
 
     Clients of Anthropic's API must send `max_tokens`, and many send the same large value for every
     model.

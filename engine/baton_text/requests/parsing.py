@@ -24,7 +24,7 @@ class LongRunning(Checked, Protocol):
     """A request that may run for hours, and that can drop values to save memory."""
 
     def release_prompt(self) -> None:
-        """Drop the values that are not needed after the prompt and its grammar are built."""
+        """Drop values that are needed only to build the prompt and the sampling parameters."""
 
 
 _Request = TypeVar("_Request", bound=Checked)

@@ -96,7 +96,7 @@ class KeptOutput(msgspec.Struct):
 
 
 class Earlier(msgspec.Struct):
-    """The conversation that a request continues, and the stored responses that it refers to."""
+    """The conversation that a request continues, and the stored responses to which it refers."""
 
     #: The messages of the conversation so far, without instructions.
     messages: list[ChatMessage] = []
@@ -243,7 +243,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         A function call is added to the preceding message if that is the assistant's.
 
         Args:
-            kept: items of stored responses, by the ids that `referenced_ids` returned.
+            kept: items of stored responses, by id.
 
         Raises:
             RequestError: an item is invalid, or not in `kept`. `param` names the field.

@@ -168,7 +168,7 @@ class Admission:
 
 
 class Reservation:
-    """The sequences and `num_options` that count for one request in the limits of `Admission`."""
+    """The sequences and `num_options` of one request, which count toward `Admission`'s limits."""
 
     def __init__(self, admission: Admission, client: str | None) -> None:
         self._admission = admission

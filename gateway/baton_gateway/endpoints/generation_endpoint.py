@@ -134,7 +134,7 @@ class GenerationEndpoint(Generic[Body]):
 
         Raises:
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
-                time, or the request names another model.
+                time, or the request names another model or a response that is not stored.
         """
         body, size = await self._services.read(http, charge, self._api.body)
         find_earlier = partial(self._api.earlier, body, http.get(CLIENT))
@@ -230,7 +230,7 @@ async def _end_failed(
 
 
 def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
-    """Return the data-parallel rank that the headers or the body request; None if neither do.
+    """Return the data-parallel rank in the header or the body; None if neither has a rank.
 
     Raises:
         RequestError: the header's value is not a number, or differs from the body's.

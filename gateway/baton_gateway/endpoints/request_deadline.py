@@ -40,7 +40,7 @@ class RequestDeadline:
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None, None]:
-        """Run the `with` block, and then move the deadline by the time that the block took."""
+        """Run the `with` block, and then postpone the deadline by the time that the block took."""
         started = asyncio.get_running_loop().time()
         try:
             yield

@@ -62,8 +62,8 @@ class RequestServices:
         """Return the parsed body, and its number of bytes.
 
         Raises:
-            APIError, RequestError: the content type is not JSON, or the body is invalid, does not
-                arrive in time or names another model.
+            APIError, RequestError: the content type is not JSON, `charge.read` failed, or the body
+                is invalid or names another model.
         """
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
@@ -78,9 +78,10 @@ class RequestServices:
     async def send(
         self, http: web.Request, body: bytes, left_s: float = math.inf
     ) -> web.StreamResponse:
-        """Send the JSON `body`, and return the response.
+        """Return the response with the JSON `body`.
 
-        A large response counts in the budget `bodies` until the client has read the response.
+        A large response is sent before this method returns. It counts in the budget `bodies` until
+        the client has read it.
 
         Args:
             http: the request.

@@ -35,7 +35,7 @@ PIECE_BYTES = 2**16
 
 
 class BodyBudget:
-    """Limit on the total bytes of bodies with prompts not yet tokenized, and of large responses.
+    """Limit on the total bytes of request bodies until they are tokenized, and of large responses.
 
     When MAX_TOTAL_BODY_BYTES is exceeded, the largest request of the client with the most bytes is
     refused with 503. Without API keys, each request counts as a separate client. So small requests
@@ -93,7 +93,8 @@ class BodyBudget:
     def add_response(self, charge: BodyCharge, num_bytes: int) -> None:
         """Add a finished response to `charge`, which must be empty.
 
-        This call refuses no request because of the response. Later calls count the response.
+        This call does not refuse requests to make room for the response. Later calls count the
+        response.
         """
         self._make_room()
         self._count(charge, num_bytes)

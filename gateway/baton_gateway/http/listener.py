@@ -40,7 +40,7 @@ async def listen(
         port: port to bind; 0: any free port.
         context: the TLS context; None for HTTP without TLS.
         connections: counts and limits the connections.
-        cors: sets the CORS headers of the error responses to invalid HTTP.
+        cors: sets the CORS headers of the error responses to malformed HTTP requests.
 
     Raises:
         OSError: the port is in use.

@@ -115,7 +115,7 @@ class Authentication:
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the headers of every response, as a handler of aiohttp's `on_response_prepare`."""
+    """Add the common headers to `response`. aiohttp calls this function before it sends headers."""
     response.headers.update(response_headers(request))
 
 

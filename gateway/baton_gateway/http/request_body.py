@@ -76,8 +76,8 @@ async def parse_body(
     """Return the request of type `kind` that the JSON `body` contains.
 
     Fields that `kind` does not have are ignored and recorded in `unknown`. Before parsing, the
-    memory of the parsed values is added to `charge`. Short values take 30 times the memory of their
-    JSON.
+    estimated memory of the parsed values is added to `charge`. Short values may take 30 times the
+    memory of their JSON.
 
     Raises:
         RequestError: the body is invalid or has too many values.
@@ -100,10 +100,10 @@ async def parse_body(
 
 
 def bound_values(body: bytes) -> int:
-    """Return an upper bound of the number of JSON values in `body`.
+    """Return an upper bound of the number of JSON values inside the object or array `body`.
 
-    The bound is the number of opening brackets, commas and colons. Those in the first
-    MAX_SKIPPED_STRINGS strings are not counted.
+    The bound is the number of opening brackets, commas and colons in `body`. Characters in the
+    first MAX_SKIPPED_STRINGS strings are not counted.
     """
     values = start = 0
     for _ in range(MAX_SKIPPED_STRINGS):

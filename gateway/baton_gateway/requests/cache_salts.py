@@ -17,10 +17,10 @@ from baton_protocol.service_key import ServiceKey
 
 
 class CacheSalts:
-    """Computes the salt of a request from its client and from the request's own `cache_salt`.
+    """Computes the prefix cache salt of a request from its client and its field `cache_salt`.
 
     Args:
-        access: which clients share cached blocks.
+        access: the configuration, which says which clients share cached blocks.
         service_key: key with which client names are hashed. All gateways with the same key compute
             the same salts. None: the hash has an empty key.
     """
@@ -31,11 +31,11 @@ class CacheSalts:
         self._secret = b"" if service_key is None else service_key.secret("cache-salt")
 
     def salt(self, client: str | None, requested: str) -> str:
-        """Return the salt of a request.
+        """Return the prefix cache salt of a request.
 
         Args:
             client: name of the client; None if clients need no API key.
-            requested: the request's own `cache_salt`, or an empty string if it has none.
+            requested: the request's field `cache_salt`; an empty string if it is not set.
         """
         if client is None or self._is_shared or requested in self._shared_salts:
             return requested

@@ -109,7 +109,7 @@ class Generator:
         queue: OutputQueue,
         on_output: Callable[[int, int], None],
     ) -> None:
-        """Run one sequence. Put its texts into `queue`, and at last its end or its failure."""
+        """Run one sequence. Put its texts into `queue`, and finally its end or its failure."""
         try:
             timer = TokenTimer(self._metrics, job.started)
             needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None

@@ -225,8 +225,8 @@ class JobBuilder:
     ) -> list[StructuredOutput | None]:
         """Return for each prompt the grammar that enforces `thinking_budget` in the reply.
 
-        The grammar depends only on whether the prompt ends inside the reasoning. Without
-        `thinking_budget`, the result has None for each prompt.
+        All prompts that end inside the reasoning share one grammar, and all others share another.
+        Without `thinking_budget`, the result has None for each prompt.
         """
         if request.thinking_budget is None:
             return [None] * len(prompts)
@@ -244,8 +244,7 @@ class JobBuilder:
     def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
         """Return the sampling parameters for each max_tokens in `lengths`.
 
-        Prompts with equal max_tokens share one object, because options such as logit_bias may be
-        long.
+        Prompts with equal max_tokens share options such as logit_bias, which may be long.
 
         Raises:
             RequestError: an option is invalid.

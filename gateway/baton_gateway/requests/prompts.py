@@ -38,12 +38,12 @@ _MIN_PIECE = 4096
 
 @dataclass(frozen=True)
 class PromptBounds:
-    """Limits on the number of tokens of a generation request's prompt.
+    """Limits on the number of tokens of a prompt.
 
     Args:
         max_model_len: the model's limit on tokens of prompt and answer together.
         max_prompt_tokens: the limit configured for this server; None: no limit.
-        room: number of tokens that the prompt must leave for the answer.
+        room: number of tokens that the prompt must leave for the answer; 0 for a pooling model.
     """
 
     max_model_len: int
@@ -107,7 +107,10 @@ class TextBounds:
         return _max_characters(self.max_tokens, self.prompt)
 
     def check(self, at_least: int, field: str) -> None:
-        """Raise RequestError if a text of `at_least` tokens or more is too long."""
+        """Raise RequestError if a text is too long.
+
+        `at_least` is a lower bound of the text's number of tokens.
+        """
         if at_least > self.max_tokens:
             raise RequestError(
                 f"{field} may have at most {self.max_tokens} tokens, which is {TEXT_FACTOR} times "
@@ -293,7 +296,7 @@ class PromptReader:
 
 
 def _max_characters(max_tokens: int, prompt: PromptBounds) -> int:
-    """Return the maximum number of characters of a text with at most `max_tokens` tokens.
+    """Return the limit on the characters of a text that may have up to `max_tokens` tokens.
 
     The limit bounds the memory of the tokenizer, and grows with the context length of the model.
     """

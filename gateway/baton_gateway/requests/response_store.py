@@ -35,13 +35,13 @@ MAX_REFERENCES = 1024
 
 
 def new_item_id(prefix: str, response_id: str, index: int) -> str:
-    """Return an id for an item of a response, which contains the response's id."""
+    """Return an id for an item of a response. The item's id contains the response's id."""
     return f"{prefix}_{response_id.removeprefix('resp_')}_{index}"
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and its conversation in JSON, which takes much less memory than objects.
+    """A response and its conversation in JSON, which takes much less memory than Python objects.
 
     Args:
         response: the response.
@@ -104,18 +104,18 @@ class ResponseStore:
                 self._forget(next(iter(self._stored)))
 
     def get(self, response_id: str, client: str | None) -> bytes:
-        """Return the JSON of the response with this id, if it belongs to `client`.
+        """Return the JSON of the client's response with this id.
 
         Raises:
-            APIError: 404, the response is not stored.
+            APIError: 404, no such response of this client is stored.
         """
         return self._find(response_id, client, 404).response
 
     def delete(self, response_id: str, client: str | None) -> None:
-        """Delete the response with this id, if it belongs to `client`.
+        """Delete the client's response with this id.
 
         Raises:
-            APIError: 404, the response is not stored.
+            APIError: 404, no such response of this client is stored.
         """
         self._find(response_id, client, 404)
         with self._lock:
@@ -131,11 +131,11 @@ class ResponseStore:
         Args:
             previous_id: id of the response to continue. None if the request continues no response.
             item_ids: ids of items of stored responses.
-            client: name of the client.
+            client: name of the client; None if clients need no API key.
 
         Raises:
-            APIError: 400, a response is not stored, there are too many items, or the responses of
-                the items have too many bytes.
+            APIError: 400, a response of these ids is not stored for this client, there are too
+                many items, or the responses of the items have too many bytes.
         """
         if len(item_ids) > MAX_REFERENCES:
             raise APIError(

@@ -47,8 +47,8 @@ class Dispatcher:
     `SampleGroup` (`sequence.py`) describes how several samples of one prompt run.
 
     Args:
-        inter_token_timeout_s: longest time in seconds between two outputs of a decode engine. If
-            it is exceeded, the sequence moves to another decode engine. 0: no limit.
+        inter_token_timeout_s: longest time in seconds between two outputs of a sequence. If it is
+            exceeded, the sequence moves to another decode engine. 0: no limit.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Dispatcher:
         aborts the requests on the engines.
 
         Raises:
-            APIError: no engine is available, or no engine could finish the sequence.
+            APIError: no engine is available, an engine refuses the sequence, or all attempts fail.
         """
         state = RetryState(sequence, sequence.data_parallel_rank)
         while not sequence.is_complete:
@@ -181,9 +181,9 @@ class Dispatcher:
     ) -> EngineCoreOutput | None:
         """Wait for the prefill stage, send PREFILL_RESULT, and return the first token.
 
-        The decode engine receives PREFILL_RESULT before the gateway's client receives the first
-        token. So a slow client does not delay the engine. If the sequence ends with the first
-        token, PREFILL_RESULT is not sent.
+        PREFILL_RESULT is sent to the decode engine before the first token is returned. So a slow
+        client of the gateway does not delay the engine. If the sequence ends with the first token,
+        PREFILL_RESULT is not sent.
 
         Args:
             sequence: the sequence, to which the first token is added.

@@ -313,10 +313,10 @@ class EnginePool:
     def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
         """Return why the requests of a live engine should move to other engines; None: they stay.
 
-        Requests move if the engine sleeps, or if they have made no progress for too long: for more
-        than the stall timeout, and for more than twice the engine's longest step. If no other
-        decode engine can continue them, they move only after MAX_STALL_S without progress. Decode
-        engines also continue the requests of prefill engines.
+        Requests move if the engine sleeps, or if they make no progress for longer than a limit. The
+        limit is the stall timeout or twice the engine's longest step, whichever is longer. If no
+        other decode engine can continue the requests, the limit is at least MAX_STALL_S, even if
+        the engine sleeps. Decode engines also continue the requests of prefill engines.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:

@@ -64,7 +64,7 @@ class KubernetesDiscovery(Discovery):
                 yield [endpoint for endpoint in endpoints if endpoint is not None]
 
     def _reflector(self, kube: KubeClient, resource: str, roles: str) -> Reflector:
-        """Return a Reflector for one resource. It keeps a local copy of the service's objects.
+        """Return a Reflector, which keeps a local copy of the service's objects of one resource.
 
         Args:
             kube: the Kubernetes client.
@@ -114,7 +114,7 @@ async def _connect(stack: AsyncExitStack) -> KubeClient:
 def endpoint_of(pod: Object) -> EngineEndpoint | None:
     """Return the endpoint of `pod`, or None if the gateway must not connect to the pod.
 
-    The gateway connects to pods that have an address, run, and are ready or draining.
+    The gateway connects to running pods that have an IP address and are ready or draining.
     """
     metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
     role = (metadata.get("labels") or {}).get(LABEL_ROLE)

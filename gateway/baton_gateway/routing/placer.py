@@ -55,8 +55,9 @@ class Placer:
 
     Args:
         prefill_threshold_tokens: prompts with fewer tokens use no prefill engine.
-        queue_wait_s: how long a new sequence waits while no engine is available.
-        resume_wait_s: how long a sequence with generated tokens waits for another engine.
+        queue_wait_s: seconds that a new sequence waits while no engine is available.
+        resume_wait_s: seconds that a sequence waits for another engine, if its engine was lost or
+            tokens were generated.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Placer:
         """Choose the decode engine for the next attempt.
 
         The samples of a group run on the same engine. After a failure that does not affect the
-        group, the engine of the failed sample is chosen separately.
+        whole group, an engine is chosen for the failed sample alone.
         """
         group, failure = state.sequence.group, state.last_failure
         if group is None or (failure is not None and not failure.ends_group):
@@ -180,7 +181,8 @@ class Placer:
         If no such engine becomes available within OVERLOAD_RETRY_S, wait for any engine.
 
         Returns:
-            The engine; None if no engine was available within resume_wait_s.
+            The engine, or None. None if no engine was available within resume_wait_s, or if the
+            sequence has made no progress for longer than that.
         """
         if time.monotonic() - state.stalled_since > self._resume_wait_s:
             return None

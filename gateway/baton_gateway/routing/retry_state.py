@@ -14,7 +14,7 @@ MAX_FAILURES = 5
 
 
 class AttemptError(Exception):
-    """Raised when an engine fails an attempt that another engine may complete.
+    """Raised when an attempt fails on its engine, and another engine may complete the sequence.
 
     Args:
         code: the engine's error code; None if the engine is dead or stopped answering.
@@ -59,7 +59,7 @@ class RetryState:
 
     @property
     def has_failed_too_often(self) -> bool:
-        """Whether MAX_FAILURES attempts in a row have failed, so that no other engine is tried."""
+        """Whether `num_failures` has reached MAX_FAILURES, so that no other engine is tried."""
         return self.num_failures >= MAX_FAILURES
 
     @property

@@ -47,10 +47,10 @@ class Placement:
         return self.member.is_available and self.member.ready_client.ready_epoch == self.ready_epoch
 
     async def join(self, sequence: Sequence) -> str:
-        """Record that `sequence` will be sent to the engine, and return its group id.
+        """Record that `sequence` will be sent to the engine, and return the group id to send.
 
-        For a resumed sample, first wait until the engine has computed the prompt for an earlier
-        sample, for at most PROMPT_WAIT_S.
+        If `sequence` is resumed and an earlier sample was sent to the engine, wait until the engine
+        has computed the prompt. The wait takes at most PROMPT_WAIT_S.
 
         Returns:
             The id of the group with which the sequence is sent; empty if it is sent alone.
@@ -69,18 +69,20 @@ class Placement:
 class SampleGroup:
     """The samples of one prompt. They run on one engine, so that the prompt is computed once.
 
-    - The group's engine is chosen for the first sample that is sent. When the engine is lost, the
-      next engine is chosen for the first sample that retries, and the other samples follow. After
-      a failure that does not affect the group, only the sample moves (`Placer._place_decode`).
+    - The group's engine is chosen for the first sample that is sent. After a failure that affects
+      the whole group, such as the loss of the engine, the next engine is chosen for the first
+      sample that retries. The other samples follow. After any other failure, only the failed sample
+      moves (`Placer._place_decode`).
     - Only the first sample may have a prefill stage, so the prompt's blocks are transferred once
       (`Placer._pick_prefill`).
     - Samples without tokens are sent with the group's id, and share the prompt's KV blocks. The
       decode engine samples the first token of each, so PREFILL_RESULT has no token
-      (`Dispatcher._first_token`). The engine loads the blocks even if the first sample ends with
-      its first token.
-    - Resumed samples are sent without the group's id, because samples with the id must start right
-      after the prompt. The first resumed sample computes the prompt. The others wait for it, for at
-      most PROMPT_WAIT_S, and find the prompt's blocks in the prefix cache (`Placement.join`).
+      (`Dispatcher._first_token`). The decode engine loads the blocks even if the first sample ends
+      with its first token.
+    - Resumed samples already have tokens. They are sent without the group's id, because samples
+      with the id must start right after the prompt. The first resumed sample computes the prompt.
+      The others wait for this, for at most PROMPT_WAIT_S, and find the prompt's blocks in the
+      prefix cache (`Placement.join`).
     """
 
     group_id: str

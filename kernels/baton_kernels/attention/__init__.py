@@ -97,8 +97,8 @@ def plan_attention(
             dtype and options.
 
     Raises:
-        ValueError: the options contradict each other, or the implementation does not support the
-            cache's strides.
+        ValueError: an option is out of range, query and cache do not fit together, or the
+            implementation does not support the cache's strides.
     """
     _check_step(query, key_cache, window, soft_cap)
     if implementation is None:
@@ -210,7 +210,7 @@ def _choose(key_cache: Tensor, soft_cap: float | None) -> Implementation:
 def _check_step(
     query: Tensor, key_cache: Tensor, window: int | None, soft_cap: float | None
 ) -> None:
-    """Raise ValueError for a step that no implementation supports. Read no tensor's values."""
+    """Raise ValueError if no implementation supports the step. Tensor values are not read."""
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(
             f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, "
@@ -234,7 +234,7 @@ def _check_layer(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:
-    """Raise ValueError for a layer that does not fit the plan. Read no tensor's values."""
+    """Raise ValueError if the layer does not fit the plan. Tensor values are not read."""
     if query.shape != plan.query_shape:
         raise ValueError(
             f"the step is planned for queries of shape {list(plan.query_shape)}, "

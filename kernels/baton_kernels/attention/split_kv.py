@@ -40,6 +40,8 @@ def target_segments(
 ) -> int:
     """Return the target number of KV segments of a batch, or 0 if no sequence is to be split.
 
+    A segment is a range of a sequence's KV tiles, which one program per KV head processes.
+
     Args:
         num_seqs: number of sequences, each with queries that fit into one query block.
         num_kv_heads: number of KV heads, each of which has its own programs.

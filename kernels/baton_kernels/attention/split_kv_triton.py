@@ -26,8 +26,8 @@ class Partials(NamedTuple):
     """Partial results of segments, which `join_segments_kernel` joins.
 
     An item is one segment of the batch. If a sequence has only one segment, the attention kernel
-    writes the final result of the sequence directly. Of this tuple, the kernel then writes only
-    `segments_ptr`.
+    writes the sequence's final result to the output. It then writes only `segments_ptr` of this
+    tuple.
     """
 
     #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.

@@ -26,7 +26,7 @@ def paged_attention_cpu(
     """Implement `baton_kernels.attention.paged_attention` in torch, with a `GatherPlan`.
 
     Raises:
-        ValueError: the caches' strides differ from those of the cache in the plan.
+        ValueError: the caches' strides differ from the strides in the plan.
     """
     if not key_cache.stride() == value_cache.stride() == plan.strides:
         raise ValueError(
@@ -118,7 +118,8 @@ class GatherPlan:
     The arguments are described at `baton_kernels.attention.plan_attention`.
 
     Raises:
-        ValueError: the tokens of a block and head are not contiguous in the cache.
+        ValueError: the tokens of a block and head are not contiguous in the cache, or another
+            stride is not a multiple of block_size * head_dim.
     """
 
     def __init__(

@@ -30,7 +30,9 @@ from baton_kernels.block_checksum.reference import WORD_BYTES, sum_runs_referenc
 def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) -> NDArray[np.uint64]:
     """Compute the checksum (word sum) of each of n runs of host memory.
 
-    A run is a contiguous range of memory. The C++ version releases the GIL.
+    A run is a contiguous range of memory. Its word sum adds its 64-bit words modulo 2**64, each
+    word mixed and weighted by position (see the module docstring). The C++ version releases the
+    GIL.
 
     Args:
         addresses: address of each run, int64 [n], with any alignment.
@@ -75,7 +77,7 @@ def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: 
 
     Raises:
         ValueError: the cache is not contiguous, the range is not within its heads, block_ids is not
-            int64 [n] in host memory, or a head of a block is not a multiple of 8 bytes.
+            int64 [n] in host memory, or the size of a block's head is not a multiple of 8 bytes.
         IndexError: a block lies outside the cache.
     """
     if kv_cache.dim() < 3 or not kv_cache.is_contiguous():

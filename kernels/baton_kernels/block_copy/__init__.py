@@ -47,9 +47,9 @@ def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy blocks from one cache to another, between host and device or on the host.
 
     With a GPU, copies are queued on the current stream. The host cache must be in pinned memory,
-    and may be read after the stream was synchronized. If the blocks are consecutive in both caches,
-    the GPU's copy engine copies them without using an SM. Otherwise one kernel launch copies the
-    blocks, because the copy engine would need a call for each run of consecutive blocks.
+    and may be read only after the stream was synchronized. If the blocks are consecutive in both
+    caches, the GPU's copy engine copies them without using an SM. Otherwise one kernel launch
+    copies the blocks, because the copy engine would need a call for each run of consecutive blocks.
 
     Args:
         source: tensor of shape [num_blocks, ...], contiguous.

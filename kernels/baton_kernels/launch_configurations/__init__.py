@@ -79,8 +79,8 @@ def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | 
 
     Args:
         file: the table file, which may not exist.
-        measured: {operation: {shape class: configuration}}. The value None removes an entry. It
-            means that the kernel's default configuration is the fastest.
+        measured: {operation: {shape class: configuration}}. The value None removes an
+            entry. The launch then uses the kernel's default configuration.
     """
     table = read_table(file)
     for operation, classes in measured.items():

@@ -48,14 +48,15 @@ def packing(dtype: torch.dtype, device: torch.device) -> Implementation | None:
 
 
 class PackedWeight(nn.Module):
-    """A copy of a weight, reordered for one implementation. Only `linear` can read the copy.
+    """A copy of a weight, reordered for one implementation. Only `baton_kernels` can read it.
 
     Attributes:
         shape: (out_features, in_features).
         dtype: dtype of the weight.
-        data: the reordered copy. For "cpp", its shape is [out_features / panel, in_features / step,
-            panel, step], padded with zeros. A panel is a number of outputs that depends on the
-            instruction set. A step is one input in float32, and two in bfloat16.
+        data: the reordered copy. For "cpp", its shape is [ceil(out_features / panel),
+            ceil(in_features / step), panel, step], padded with zeros. A panel is a number of
+            outputs that depends on the instruction set. A step is one input in float32, and two in
+            bfloat16.
     """
 
     data: Tensor

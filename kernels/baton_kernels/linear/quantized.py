@@ -29,7 +29,7 @@ INT4_FACTORS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 
 
 class QuantizedWeight(nn.Module):
-    """A weight in symmetric int8 or int4. Only `linear` can read such a weight.
+    """A weight in symmetric int8 or int4. Only `baton_kernels` can read such a weight.
 
     Attributes:
         shape: (out_features, in_features).
@@ -44,7 +44,7 @@ class QuantizedWeight(nn.Module):
     scales: Tensor
 
     def __init__(self, weight: Tensor, bits: Bits) -> None:
-        """Quantize a weight of shape [out_features, in_features] and of any dtype to `bits`."""
+        """Quantize a weight of shape [out_features, in_features], in any dtype, to `bits` bits."""
         super().__init__()
         tiles = [
             _round_to_int8(tile) if bits == 8 else _round_to_int4(tile)
@@ -54,7 +54,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def from_parts(cls, values: Tensor, scales: Tensor) -> QuantizedWeight:
-        """Create a weight from (values, scales), which `parts` of another weight returned."""
+        """Create a weight from (values, scales) in the format that `parts` returns."""
         weight = cls.__new__(cls)
         nn.Module.__init__(weight)
         weight._set(values, scales)
@@ -134,9 +134,13 @@ def _round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (values, scales) in int4, with a scale for each group of GROUP inputs.
+    """Quantize `weight` to int4, with a scale for each group of GROUP inputs.
 
-    Of the scales that INT4_FACTORS gives, the one with the least sum of squared errors is used.
+    For each group, every factor of INT4_FACTORS gives a scale. The scale with the least sum of
+    squared errors is used.
+
+    Returns:
+        (values, scales), with the values as int8 and the scales as bfloat16.
     """
     num_rows, num_columns = weight.shape
     exact = functional.pad(weight.float(), (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)

@@ -27,7 +27,7 @@ def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_int8_reference(x: Tensor) -> Tensor:
-    """Return `x` rounded to int8, as the compiled product rounds `x`, but as float64 values.
+    """Round `x` to int8 like the compiled product, and return the represented values in float64.
 
     Each group of GROUP inputs in a row has its own scale.
     """

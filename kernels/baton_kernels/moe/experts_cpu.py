@@ -24,7 +24,8 @@ class ExpertList(tuple[Any, ...]):
 
     Attributes:
         data: the packed weights. Empty if the operation cannot read one of the weights.
-        scales: the scales of the packed weights. Empty if the weights are not quantized.
+        scales: the scales of the packed weights. Empty if `data` is empty or the weights are not
+            quantized.
     """
 
     data: list[Tensor]

@@ -204,7 +204,7 @@ def run_experts_gemm(
 ) -> None:
     """Implement `run_experts_triton` by grouped GEMMs, and write the result into `out`.
 
-    The arguments must be contiguous and have at least one token.
+    All tensors must be contiguous, and there must be at least one token.
     """
     num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
     num_experts, hidden, intermediate = down.shape

@@ -109,7 +109,7 @@ def run_experts_gemv(
 ) -> None:
     """Implement `run_experts_triton` by GEMVs, and write the result into `out`.
 
-    The arguments must be contiguous and have at least one token.
+    All tensors must be contiguous, and there must be at least one token.
     """
     num_tokens, top_k = expert_ids.shape
     num_experts, hidden, intermediate = down.shape

@@ -77,7 +77,7 @@ def _route_kernel(
 
 @functools.cache
 def routing_shape_class(num_experts: int, top_k: int) -> str:
-    """Return the shape class, the key of the tuned launch configuration for a routing."""
+    """Return the shape class, the key of the tuned launch configuration for these sizes."""
     return f"routing/experts={num_experts}/top_k={top_k}"
 
 

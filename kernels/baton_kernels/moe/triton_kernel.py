@@ -117,8 +117,8 @@ def default_configuration(
 ) -> Configuration:
     """Return the launch configuration for devices without measurements.
 
-    Few tokens use GEMVs. Otherwise, the number of rows per tile grows with the average number of
-    rows per expert.
+    Up to GEMV_TOKENS tokens use GEMVs. With more tokens, the number of rows per tile grows with the
+    average number of rows per expert.
     """
     halves = dtype.itemsize // 2  # 2 for float32, which needs twice the memory of 16-bit dtypes
     rows_per_expert = num_tokens * top_k / num_experts

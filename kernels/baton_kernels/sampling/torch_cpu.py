@@ -180,7 +180,7 @@ def _top_p_bound(
 
 
 def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
-    """Return each probability relative to the best token's, rounded, in units of 2**-32."""
+    """Return each probability divided by the best token's, in units of 2**-32, rounded."""
     return (scaled - best).exp_().mul_(_UNIT).round_()
 
 

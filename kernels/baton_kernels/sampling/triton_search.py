@@ -96,7 +96,7 @@ def gumbel_of(noise_key, token_id):
 
 @triton.jit
 def relative_weight(scaled, best):
-    """Return each probability relative to the best token's, rounded, in units of 2**-32."""
+    """Return each probability divided by the best token's, in units of 2**-32, rounded."""
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
 
@@ -112,7 +112,7 @@ def load_token_keys(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, key, WEIGH: tl.constexpr):
-    """Return the amount of each token in `search`: its `relative_weight`, or 1 without WEIGH.
+    """Return the amount of each token for `search`: `relative_weight`, or 1 without WEIGH.
 
     The amount is 0 for masked tokens and for tokens that min_p removes.
     """
@@ -153,8 +153,8 @@ def search(
     tokens of equal logits.
 
     Returns:
-        A token key that bounds the set. The keys of its tokens are at least this key. All other
-        tokens with a positive amount have lower keys. If the total of all tokens is less than
+        A token key that bounds the set. The tokens of the set have this key or higher keys. All
+        other tokens with a positive amount have lower keys. If the total of all tokens is less than
         `wanted`, the result is `left`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):

@@ -169,8 +169,9 @@ class Agent(abc.ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that the agent calls after a transfer ended or a notification arrived.
 
-        Any thread may call `wakeup`. It is not called for events that are handled at the end of a
-        block `with agent.waiting()`. NIXL's Python API has no wakeup function.
+        The agent may call `wakeup` in any thread. The agent does not call it for events that are
+        handled at the end of a block `with agent.waiting()`. This method is an addition to NIXL's
+        Python API.
         """
         self._wakeup = wakeup
 
@@ -181,10 +182,11 @@ class Agent(abc.ABC):
                 fds = [wakeup_fd] if agent_fd is None else [wakeup_fd, agent_fd]
                 select.select(fds, [], [], timeout_s)
 
-        In this example, the function given to `set_wakeup` writes to the eventfd `wakeup_fd`. At
-        the end of the block, the calling thread does the agent's pending work, so the agent's
-        thread need not wake up. After the block, check the states of transfers and call
-        `get_new_notifs`. NIXL's Python API has no such function.
+        In this example, the function given to `set_wakeup` writes to the eventfd `wakeup_fd`.
+        `agent_fd` is None if another thread already handles the agent's events, and always with
+        NIXL. Otherwise, the calling thread does the agent's pending work at the end of the block,
+        so the agent's thread need not wake up. After the block, check the states of transfers and
+        call `get_new_notifs`. This method is an addition to NIXL's Python API.
         """
         return contextlib.nullcontext()
 
@@ -379,8 +381,8 @@ class Agent(abc.ABC):
         """Cut all peers off: no operation of a peer reaches registered memory afterwards.
 
         Transfers in flight end in ERR, and all peers are removed, but memory stays registered.
-        To connect again, peers need new metadata from get_agent_metadata. NIXL's Python API has no
-        such function.
+        To connect again, peers need new metadata from get_agent_metadata. This method is an
+        addition to NIXL's Python API.
 
         Raises:
             TransportError: the agent is closed, or its thread does not answer. In the second case,
@@ -402,8 +404,8 @@ def select_pairs(
     """Return the rows `ours` of `local`, and the rows `theirs` of `remote`; [n, 3] each.
 
     Raises:
-        ValueError: rows do not exist or differ in length, or a list was released, or `local` or
-            `remote` is a list of the other side.
+        ValueError: a row does not exist, the sides differ in the number or lengths of rows, a list
+            was released, `local` is a peer's list, or `remote` is a list of the local side.
     """
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")

@@ -149,10 +149,10 @@ def run_starts(
 
 
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
-    """Return whether `merge` may be able to join rows.
+    """Return False if it is certain that `merge` cannot join any rows.
 
-    Up to FEW_RUNS rows are searched for adjacent rows. Longer lists are not searched, and the
-    result is True.
+    Lists of up to FEW_RUNS rows are searched for adjacent rows. For longer lists, the result is
+    always True.
     """
     if len(local) > FEW_RUNS:
         return True

@@ -382,8 +382,8 @@ class NixlAgent(Agent):
     def _restart(self, reason: str) -> None:
         """Replace NIXL's agent with a new one that has the same memory and peers.
 
-        Transfers in flight end in ERR. The error is `reason`, or the removal of the transfer's
-        peer. A peer to which NIXL cannot connect again is removed.
+        Transfers in flight end in ERR. The error is `reason`, or `_Xfer.removal_error` if the
+        transfer's peer was removed. A peer to which NIXL cannot connect again is removed.
         """
         self._destroy(reason)
         self._nixl = nixl = nixl_library.create(self._api, self.name)

@@ -50,7 +50,7 @@ class BlockVerifier:
         return any(self._agent.check_xfer_state(handle) == "PROC" for *_, handle in self._in_flight)
 
     def read(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
-        """Queue published blocks for reading from the producer's memory and for verification."""
+        """Queue published blocks to be read from the producer's memory and then verified."""
         window = self._windows.get(rank_transfer.peer)
         if window is None:
             window = ReadWindow(self._context.config.max_inflight_bytes, self._stats)
@@ -58,7 +58,7 @@ class BlockVerifier:
         window.enqueue(rank_transfer, positions)
 
     def verify(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
-        """Queue blocks for verification that the producer has written into the load's slots."""
+        """Queue blocks, which the producer has written into the load's slots, to be verified."""
         load, step = rank_transfer.load, blocks_per_batch(rank_transfer, self._memory)
         assert load.slots is not None
         for start in range(0, len(positions), step):

@@ -111,8 +111,8 @@ class ConsumerSide:
         """Receive messages, read and verify blocks, update all loads, and send heartbeats.
 
         Yields:
-            The transfer id and the result of each load that has ended. The results are yielded
-            before RELEASE messages are sent, because the engine waits for the results.
+            The transfer id and the result of each load that has ended. The result of a completed
+            load is yielded before RELEASE is sent, because the engine waits for the result.
         """
         yield from self._loads.take_finished()  # ended by `begin` or `cancel`
         if notifications := list(self._notifications()):

@@ -115,7 +115,7 @@ class LoadManager:
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
 
     def deadlines(self) -> list[float]:
-        """Return the times at which `check_deadlines` may have to fail a load or a peer."""
+        """Return the times at which a load or a peer may fail, or a fence may be needed."""
         return [deadline for load in self._loads.values() for deadline in load.deadlines]
 
     # A load's states

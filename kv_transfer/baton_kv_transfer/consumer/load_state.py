@@ -183,7 +183,7 @@ class Load:
 
     @property
     def deadlines(self) -> list[float]:
-        """Times at which `LoadManager.check_deadlines` may fail the load or a peer."""
+        """Times at which the load or a peer may fail, or a fence (`Agent.fence`) may be needed."""
         if self.state is LoadState.SETTLING:
             return [self.settle_deadline]
         return [each.deadline for each in self.rank_transfers if not each.is_complete]

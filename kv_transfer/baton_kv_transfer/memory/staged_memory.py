@@ -97,7 +97,7 @@ class StagedMemory(SlotMemory):
         """Copy the verified heads of each slot into its block. See SlotMemory.
 
         Raises:
-            ValueError: `accept` did not return this slot for this block.
+            ValueError: a slot is not the one that `accept` returned for its block.
         """
         for slot, block_id in zip(slots, block_ids, strict=True):
             if self._used.get(slot) != block_id:

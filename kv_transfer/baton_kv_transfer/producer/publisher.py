@@ -43,7 +43,7 @@ class Publisher:
         self._send = send
 
     def send_blocks(self, subscriber: Subscriber, blocks: Sequence[OfferedBlock]) -> None:
-        """Publish those of `blocks` that the subscriber requested. With push, queue writes."""
+        """Publish those of `blocks` that were requested. With push, queue their writes."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
@@ -59,9 +59,10 @@ class Publisher:
     def publish(
         self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
     ) -> None:
-        """Send PUBLISH for `blocks`. If no more blocks follow, mark it as the last one.
+        """Send PUBLISH for `blocks`, marked as the last PUBLISH if no more blocks follow.
 
-        Without blocks, PUBLISH is sent only if it is the last one.
+        Without blocks, only the last PUBLISH is sent. With push, the last PUBLISH names all written
+        blocks again.
 
         Args:
             subscriber: the receiver.
@@ -99,7 +100,7 @@ class Publisher:
             self._send(subscriber.session.identity, cancelled)
 
     def confirm(self, subscriber: Subscriber) -> None:
-        """Send RELEASED to a subscriber with push, after all writes to it have ended."""
+        """Send RELEASED to a subscriber with push. No write to the subscriber may be in flight."""
         subscriber.is_confirmed = True
         self._stats.send_seconds += subscriber.last_write - subscriber.first_write
         released = side_channel.Released(subscriber.transfer.transfer_id, subscriber.generation)

@@ -290,7 +290,9 @@ class TransferManager:
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
     def _expire_transfer(self, transfer: OfferedTransfer, now: float) -> list[Session]:
-        """End expired subscriptions of a transfer. Close the transfer if its deadline has passed.
+        """End expired subscriptions of a transfer. Close the transfer if a deadline has passed.
+
+        A transfer has a deadline for further subscribers, and a deadline for free slots.
 
         Return the sessions to cut off (see `expire`).
         """
@@ -325,8 +327,8 @@ class TransferManager:
         """Renew a subscriber's lease.
 
         Returns:
-            Whether to send PENDING. False after the last PUBLISH and while a write stalls. Then the
-            consumer's own deadline is not extended.
+            Whether to send PENDING. False after the last PUBLISH, or while a write stalls. Without
+            PENDING, the consumer does not extend its own deadline.
         """
         until = now + self._lease_s
         if subscriber.all_published_at:
@@ -350,8 +352,8 @@ class TransferManager:
     ) -> str:
         """Add a subscriber to an offered transfer, and publish the present blocks to it.
 
-        A repeated SUBSCRIBE has no effect. It is refused after the subscriber has left and its
-        writes have ended.
+        A repeated SUBSCRIBE is ignored until the subscriber has left and its writes have ended.
+        After that, a repeated SUBSCRIBE is refused.
 
         Returns:
             Why the SUBSCRIBE is refused; empty if it is not refused.
@@ -442,8 +444,8 @@ class TransferManager:
     def _confirm_and_end(self, transfer: OfferedTransfer) -> None:
         """End the transfer if all subscribers have left and no further subscriber is expected.
 
-        With push, first send RELEASED to each subscriber that is STOPPED or LEFT and has no write
-        in flight. A transfer with a write in flight does not end.
+        With push, first send RELEASED to each subscriber that is STOPPED or LEFT, unless a write
+        to it has failed or is in flight. A transfer with a write in flight does not end.
         """
         if self._transfers.get(transfer.transfer_id) is not transfer:
             return

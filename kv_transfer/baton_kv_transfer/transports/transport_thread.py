@@ -64,9 +64,9 @@ class _Waiting:
     """The context manager of `TransportThread.waiting`.
 
     On entry, the calling thread takes the transports' work, unless another thread has the work. The
-    value of `with` is the descriptor to wait for, or None without the work. On exit, a caller that
-    took the work does the work. This is a class because a context manager made from a generator
-    function would be slower.
+    value of `with` is the descriptor to wait for; None if the caller did not take the work. On
+    exit, a caller that took the work does the work. This is a class because a context manager made
+    from a generator function would be slower.
     """
 
     def __init__(self, thread: TransportThread) -> None:

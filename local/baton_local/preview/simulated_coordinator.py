@@ -59,8 +59,9 @@ class SimulatedCoordinator:
     def advance(self, now: datetime, usable: set[str]) -> list[str]:
         """Remove unusable ranks, and begin or continue a change of the topology.
 
-        A change begins if the requested members that are usable differ from the current ranks.
-        Each change first prepares the next generation, and then commits it.
+        A change begins if the requested members that are usable differ from the current ranks, and
+        no commit is in progress. Each change first prepares the next generation, and then commits
+        it.
 
         Args:
             usable: names of the members that can be ranks.

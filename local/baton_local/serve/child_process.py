@@ -99,7 +99,7 @@ class ChildProcess:
 
 
 class ChildEndedError(Exception):
-    """Raised when a child process ends although it should still run."""
+    """Raised when a child process fails, or ends although it should still run."""
 
     def __init__(self, child: ChildProcess, code: int) -> None:
         how = (

@@ -54,8 +54,9 @@ _NOTICE_S = 2.0
 def run_serve(model: str, flags: list[str]) -> int:
     """Serve until SIGTERM or Ctrl-C, and return the exit code.
 
-    The exit code is 0 after a drain. If a child process has failed, its exit code is returned, for
-    example 78 for an invalid configuration. After any other failure the exit code is 1.
+    The exit code is 0 after a drain. If a child process exits with an error, its exit code is
+    returned, for example 78 for an invalid configuration. After any other failure, for example if a
+    signal has killed a child process, the exit code is 1.
 
     Args:
         model: the checkpoint folder, or a name or URI that `find_cached_model` accepts.

@@ -41,7 +41,8 @@ async def ask(
     """Send `prompt` to a chat endpoint, and pass each piece of the answer's text to `on_text`.
 
     Raises:
-        AskError: the endpoint refused the request, or the stream was cut off.
+        AskError: the endpoint refused the request or did not respond in time, or the stream was
+            cut off.
     """
     body = {
         "model": model,

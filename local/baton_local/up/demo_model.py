@@ -19,7 +19,7 @@ DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_checkpoint"
 
 
 class ModelError(Exception):
-    """Raised when the model cannot be provided. The message says how to correct this."""
+    """Raised when the model cannot be provided. The message says what to correct."""
 
 
 def provide_model(model: Path | None, service: Object, state: StateDir) -> Path | None:
@@ -30,7 +30,8 @@ def provide_model(model: Path | None, service: Object, state: StateDir) -> Path 
         created, because `model` is None and spec.model.uri is not DEMO_MODEL_URI.
 
     Raises:
-        ModelError: --model is not a checkpoint, or spec.model.uri is not a valid `file://` URI.
+        ModelError: `model` is set, and either it is not a checkpoint or spec.model.uri is not a
+            valid `file://` URI.
     """
     shutil.rmtree(state.host_root, ignore_errors=True)  # links of the last cluster
     uri = str(service.get("spec", {}).get("model", {}).get("uri"))

@@ -29,8 +29,8 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
         timeout_s: longest time from the start of `baton up` to the first answer of its service.
 
     Returns:
-        Exit status 0 after the answer, or 1 after a failure. After a failure, this function stops
-        `baton up`.
+        The exit status: 0 after the answer, else 1. If the answer does not come, this function
+        stops the process of `baton up` that it started.
     """
     if (pid := state.supervisor()) is not None:
         console.print(

@@ -90,8 +90,8 @@ class UpOptions:
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     """Run `baton up`, and return the exit status.
 
-    With --once, the status is 0 if the service has answered. Without --once, it is 0 if SIGINT or
-    SIGTERM ended the run. Otherwise, it is 1.
+    With --once, the status is 0 if the service has answered and no error occurred. Without --once,
+    it is 0 if SIGINT or SIGTERM ended the run. Otherwise, it is 1.
     """
     try:
         documents, service = _read_service(options.file)
@@ -321,7 +321,7 @@ class _Supervisor:
         """Send one prompt, and print the answer, its timing and the size of the KV transfer.
 
         With --agent, an agent answers a second question before the size is printed. The size
-        includes the transfers for the agent's requests.
+        includes the transfers for the agent's requests. Without prefill pods, no size is printed.
         """
         options, console = self.options, self.console
 

@@ -17,7 +17,7 @@ _BY_CLUSTER = WriteOptions("pocketkube")
 
 
 class ClusterState:
-    """The API objects of one cluster, and the classes that operate on them.
+    """The state of one cluster's API server: the stored objects and the served resources.
 
     A new cluster has the standard namespaces of Kubernetes and their `default` service accounts.
     """

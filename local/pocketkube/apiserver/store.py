@@ -24,7 +24,7 @@ DEFAULT_WINDOW = 2000
 
 
 class ExpiredError(Exception):
-    """The requested resource version is older than the kept events, or above the current one."""
+    """The resource version is older than the kept events, or newer than the current version."""
 
 
 @dataclass(frozen=True)

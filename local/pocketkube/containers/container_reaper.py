@@ -71,9 +71,10 @@ def kill_all(sessions: Collection[int], marker: str, timeout_s: float) -> bool:
 
 
 def main(marker: str) -> int:
-    """Read session ids from standard input. When it closes, kill the processes in the sessions.
+    """Read session ids from standard input until its end. Then kill the sessions' processes.
 
-    Also kill all other processes with `marker` in their environment.
+    Also kill all other processes with `marker` in their environment. A line `+ID` adds a session,
+    and `-ID` removes the session.
 
     Returns:
         The exit code: 0 if no process is left, else 1.

@@ -352,5 +352,5 @@ def _drop_old_logs(folder: Path, restart: int) -> None:
 
 
 def log_file(folder: Path, container: str, restart: int) -> Path:
-    """Return the path of the log of a container's instance after `restart` restarts."""
+    """Return the log path of the container instance that started after `restart` restarts."""
     return folder / container / f"{restart}.log"

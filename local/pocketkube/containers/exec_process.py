@@ -101,9 +101,9 @@ class ExecProcess:
     async def read(self, output: str) -> AsyncIterator[bytes]:
         """Yield the bytes of an output until its end.
 
-        At `_DRAIN_S` after the end of the command, a pipe holds at most `_PIPE_BYTES` of the
-        command's own output. From then on, yield at most `_PIPE_BYTES` more bytes, because children
-        of the command may write without end.
+        From `_DRAIN_S` after the end of the command, yield at most `_PIPE_BYTES` more bytes. A pipe
+        holds no more of the command's own output, but children of the command may write without
+        end.
         """
         fd, left = self._outputs[output].fileno(), _PIPE_BYTES
         while left > 0 and (data := await self._read(fd)):

@@ -214,8 +214,8 @@ class PodVolumes:
     def _host_path(self, path: str) -> Path:
         """Return the path on this machine for the `path` of a hostPath volume.
 
-        If `path` exists in the folder `host_root`, the result is that path, else `path` itself. `/`
-        and paths with `..` are not looked up in `host_root`.
+        If `path` exists in the folder `host_root`, the result is the path in this folder, else
+        `path` itself. `/` and paths with `..` are not looked up in `host_root`.
         """
         if self._host_root is not None and ".." not in PurePosixPath(path).parts:
             below = self._host_root / path.lstrip("/")

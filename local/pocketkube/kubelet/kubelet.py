@@ -61,7 +61,7 @@ class Kubelet:
 
         Raises:
             TimeoutError: another kubelet holds the state folder.
-            OSError: an address cannot be added to the loopback device or bound.
+            OSError: an address cannot be added to the loopback device, or cannot be bound.
             KubeError: the API server refuses to register the node.
         """
         config = self._config

@@ -73,9 +73,9 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
 def inherited_state(previous: Object, restart_policy: str, *, init: bool = False) -> ContainerState:
     """Compute the initial state of a container after a restart of the kubelet.
 
-    No process survives the end of the kubelet. A terminated container stays terminated if the
-    restart policy forbids a restart. Any other container that ran before is started again, which
-    increments its restart count.
+    No process survives the end of the kubelet, so a container that was running is now terminated.
+    A terminated container stays terminated if the restart policy forbids a restart. Otherwise, the
+    container is started again, which increments its restart count.
 
     Args:
         previous: the container's status in the API; empty for a new container.

@@ -160,7 +160,7 @@ async def _forward_channels(socket: web.WebSocketResponse, address: str, ports: 
 
 @dataclass(frozen=True)
 class _Streams:
-    """A connection, the id of its error stream, and the task of `connection.run()`."""
+    """A connection, the id of its error stream, and the task that runs the connection."""
 
     connection: _Connection
     errors: int

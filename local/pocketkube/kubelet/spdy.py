@@ -64,7 +64,10 @@ class SpdyError(Exception):
 
 @dataclass(frozen=True)
 class Headers:
-    """A frame that adds headers to a stream. With `fin`, the sender sends nothing more on it."""
+    """A frame that adds headers to a stream.
+
+    With `fin`, the sender sends nothing more on the stream.
+    """
 
     stream: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +108,7 @@ class PingFrame:
 
 @dataclass(frozen=True)
 class GoAway:
-    """A frame after which the sender accepts no new streams. The last one is `last_stream`."""
+    """A frame after which the sender accepts no streams with ids above `last_stream`."""
 
     last_stream: int
     status: int
@@ -166,7 +169,7 @@ def _control(kind: int, body: bytes, *, fin: bool = False) -> bytes:
 
 
 class FrameDecoder:
-    """Decodes the frames of one direction. Chunks of bytes may begin and end within a frame."""
+    """Decodes the frames of one direction. The data may be cut into chunks at any byte."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

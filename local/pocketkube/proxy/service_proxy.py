@@ -147,7 +147,7 @@ class ServiceProxy:
         logger.info("Service %s: no pod answers, closing the client's connection", key_of(service))
 
     def _port_of(self, listener: Endpoint) -> tuple[Object, Object] | None:
-        """Return the Service and the `spec.ports` entry of a listener; None if one was deleted."""
+        """Return a listener's Service and `spec.ports` entry; None if either was deleted."""
         for service in self._services.objects.values():
             if service["spec"].get("clusterIP") == listener[0]:
                 for port in service["spec"].get("ports") or []:

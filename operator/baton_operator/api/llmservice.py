@@ -114,7 +114,7 @@ class PrefillStatus(GroupStatus, frozen=True):
 
 
 class RankStatus(ApiStruct, frozen=True):
-    """One rank of the current topology."""
+    """One rank of the expert-parallel group, in the current topology."""
 
     name: str  #: Name of the pod.
     rank: Count  #: Number of the rank in the topology.
@@ -133,7 +133,7 @@ class OperationSeconds(ApiStruct, frozen=True):
 
 
 class OperationStatus(ApiStruct, frozen=True):
-    """The operation that changes the topology now or, if none does, the last operation."""
+    """The change of the topology that is in progress. If none is: the last change."""
 
     id: str  #: Id of the operator's request. -: the group started the operation itself.
     kind: str  #: form, scale, recover or rebalance.
@@ -144,7 +144,7 @@ class OperationStatus(ApiStruct, frozen=True):
 
 
 class TopologyStatus(ApiStruct, frozen=True):
-    """The expert-parallel group, from the last report of the coordinator."""
+    """The state of the expert-parallel group in the last report of its coordinator."""
 
     coordinator: str  #: Address of the coordinator's Service.
     generation: Count  #: Number of the current topology. 0: none was formed yet.
@@ -198,8 +198,8 @@ def decode_spec(spec: Any) -> Spec:
 
     Raises:
         msgspec.ValidationError: the spec is too large or nested too deeply, or a field does not
-            match the schema. A field may not match if the object was stored under another version
-            of the CRD. The message names the field.
+            match the schema. Such a mismatch can occur if the object was stored under another
+            version of the CRD. The message names the field.
     """
     try:
         num_bytes = len(msgspec.json.encode(spec))

@@ -73,7 +73,7 @@ def _tuned(role: str, field: str, default: str) -> str:
         role: `prefill` or `decode`. `spec.prefill.engine` or `spec.decode.engine` overrides
             `spec.engine`.
         field: name of the field in the API.
-        default: the CEL expression for the value if neither of the two sets the field.
+        default: the CEL expression for the value if the field is unset in both places.
     """
     own, shared = f"self.{role}.engine", "self.engine"
     return (

@@ -102,8 +102,8 @@ class Autoscaler:
         """Return `resolved` with the decided sizes of the groups that have `autoscaling`.
 
         Args:
-            service: the stored LLMService. After a restart of the operator, the sizes come from
-                its status.
+            service: the stored LLMService. Its status provides the sizes after a restart of the
+                operator.
         """
         key, now = names.Key(resolved.namespace, resolved.name), self._clock()
         settings = settings_of(resolved.spec)

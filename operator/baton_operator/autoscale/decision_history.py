@@ -91,7 +91,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return self.changes[-1].delta if self.changes else 0
 
     def last_recommended(self, now: float) -> int | None:
-        """Return the last recommended size; None if it is older than LONGEST_GAP_S."""
+        """Return the last recommended size; None without one in the last LONGEST_GAP_S."""
         return self.runs[-1].size if self.knows(now) else None
 
     def with_decision(

@@ -10,8 +10,9 @@ def wait_quantile_s(engines: int, offered: float, service_s: float, quantile: fl
 
     The utilization is u = offered / c. An arriving request waits with probability
     P = u^(sqrt(2 (c + 1)) - 1). The formula is from Sakasegawa 1977, "An approximation formula L_q
-    = a rho^b / (1 - rho)". The wait is exponential with mean service_s / (c (1 - u)). So the
-    quantile q is ln(P / (1 - q)) times that mean, or 0 if P <= 1 - q.
+    = a rho^b / (1 - rho)". The wait of a request that waits is exponential with mean
+    service_s / (c (1 - u)). So the quantile q is ln(P / (1 - q)) times that mean, or 0 if
+    P <= 1 - q.
 
     The result is an upper estimate, because the service times of prompts vary less than an
     exponential distribution. In an M/M/c queue, all engines share one queue. Baton's gateway comes

@@ -78,12 +78,12 @@ def recommend_prefill(
     """Return the recommendations for `n` prefill engines.
 
     Let N be the number of engines that keep up with the arrivals and drain the queue in DRAIN_S
-    seconds. N assumes that each engine computes for the fraction `targets.busy` of the time. The
+    seconds. Each of the N engines then computes for the fraction `targets.busy` of the time. The
     rate of arrivals is the rate of computed requests plus the growth of the queue.
 
     - TTFT above target: ceil(n * TTFT / target), but at most N and at least n + 1. The result is n
       if requests barely wait for an engine, because more engines shorten only the wait. It is also
-      n while the rule for the queue below recommends N.
+      n while the rule "Queue" recommends N.
     - TTFT below target: the smallest m with TTFT - wait(n) + wait(m) <= (1 - tolerance) * target.
       wait(m) is the wait of a request with m engines, from the model in `queueing`.
     - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
@@ -290,10 +290,10 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
 def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Recommendation:
-    """Recommend the smallest size with a lower load per engine than in the last breach.
+    """Recommend a size with a lower load per engine than at `breach`, the last missed target.
 
-    At this size, the load per engine is at most (1 - tolerance) times the load in `breach`. The
-    recommendation is at most `n`.
+    The result is the smallest size with at most (1 - tolerance) times the load per engine in
+    `breach`, but at most `n`.
     """
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))

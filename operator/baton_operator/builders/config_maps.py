@@ -170,7 +170,7 @@ _fields = functools.cache(msgspec.structs.fields)
 def _set_fields(config: msgspec.Struct) -> dict[str, Any]:
     """Return the fields of `config` that differ from their defaults, for encoding as JSON.
 
-    Defaults are left out, so that pods stay when a new operator release changes a default.
+    Defaults are left out, so that an operator release with other defaults causes no rollout.
     """
     result: dict[str, Any] = {}
     for field in _fields(type(config)):

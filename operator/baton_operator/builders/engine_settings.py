@@ -25,7 +25,7 @@ DIAGNOSTICS_PATH = "/var/log/baton"
 
 
 class Setting(NamedTuple):
-    """A field of the spec, and the engine option that this field sets."""
+    """A field of the spec, and the option of the engine or coordinator that this field sets."""
 
     field: str  #: Name of the field in its struct, or its path in the spec.
     option: str  #: Path of the option in the configuration.
@@ -152,9 +152,9 @@ def configure(
 
 
 def name_fields(message: str) -> str:
-    """Insert the field of the spec after each engine option in `message`, an engine's message.
+    """Return an engine's `message` with the field of the spec after each engine option.
 
-    Options are recognized by their path, such as `cache.block_size`.
+    Only options whose path has a section, such as `cache.block_size`, are recognized.
     """
 
     def with_field(found: re.Match[str]) -> str:

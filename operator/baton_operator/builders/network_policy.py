@@ -22,7 +22,7 @@ NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
 def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object | Absent:
-    """Return the NetworkPolicy of engines.
+    """Return the NetworkPolicy of engines; Absent if the spec turns it off.
 
     The policy admits requests from the service's gateways, connections between engines, and HTTP
     requests from the operator and from metrics collectors.
@@ -46,6 +46,9 @@ def coordinator_policy(
 
     The policy admits connections from ranks, and HTTP requests from the operator and from metrics
     collectors.
+
+    Returns:
+        Absent if the spec turns the policy off, or the service has no coordinator.
     """
     name = names.coordinator_name(resolved.name)
     if not (resolved.spec.security.network_policy and has_coordinator):

@@ -64,8 +64,8 @@ def name_of(key: ServiceKey) -> str:
 def volume(resolved: ResolvedService) -> Object:
     """Return the pod volume with the service key.
 
-    Every user in the container can read the file, because the `template` in the spec may change
-    the user of the container.
+    Every user in the container can read the key file, because the `template` in the spec may
+    change the user of the container.
     """
     return {
         "name": VOLUME,

@@ -267,10 +267,13 @@ def condition(obj: Object, type_: str) -> Object:
 
 
 def unready_since(pod: Object, suspended_at: Mapping[str, datetime] = {}) -> datetime | None:
-    """Return the latest of: creation, scheduling, last change of Ready, last pause or sleep.
+    """Return the time from which the progress deadline of the pod is counted.
+
+    This is the latest of four times: creation, scheduling, last change of the condition Ready, and
+    last pause or sleep of the engine.
 
     Args:
-        suspended_at: time at which pods were last paused or asleep, by name.
+        suspended_at: times at which engines were last paused or asleep, by pod name.
     """
     metadata = pod["metadata"]
     times = [

@@ -255,9 +255,8 @@ def progress_deadline_of(
 ) -> Timeout:
     """Return the state of the progress deadline.
 
-    The rollout stalls if a new pod is not ready at this deadline. The planner, the condition
-    Updating and `baton plan` call this function. Pods that fit on no node are ignored, because the
-    rollout waits for free resources or for the surge timeout.
+    The rollout stalls if a new pod is not ready at this deadline. Pods that fit on no node are
+    ignored, because the rollout waits for free resources or for the surge timeout.
 
     Args:
         new_pods: (`Member.unready_since`, `Member.no_room_since`) of each pod.

@@ -87,8 +87,8 @@ async def run_kopf(runtime: Runtime, session: WatchSession, namespaces: Collecti
     """Run kopf in a thread until cancelled.
 
     The thread has its own event loop, because kopf cancels all tasks of its loop. In the main
-    thread kopf would also replace the signal handlers. A thread that
-    hangs ends with the process, because it is a daemon thread.
+    thread kopf would also replace the signal handlers. The thread is a daemon thread, so even a
+    thread that hangs ends with the process.
 
     Raises:
         KopfHangsError: kopf did not stop.

@@ -30,7 +30,7 @@ def allow_deep_objects() -> None:
     """Let this process read objects of any depth that API servers accept.
 
     Without this call, one deeply nested LLMService would make each watch and list fail. Call this
-    function before other threads start, because it sets the stack size of new threads only.
+    function before other threads start, because threads that already run keep their stack size.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if soft != resource.RLIM_INFINITY:

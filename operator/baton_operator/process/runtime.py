@@ -34,7 +34,7 @@ STUCK_S = TIMEOUT_S + 60.0  # a reconcile that runs this long has outlived its t
 
 
 class Runtime:
-    """The controller, autoscaler and resync of an operator process: all parts except kopf.
+    """The controller, the autoscaler and the resync of an operator process.
 
     An instance belongs to the event loop in which it is created.
 

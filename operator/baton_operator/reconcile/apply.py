@@ -75,10 +75,11 @@ async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> 
 
 
 def missing_prerequisites(desired: Desired, observed: Observation) -> set[tuple[str, str]]:
-    """Return (kind, name) of the objects without which no member can be created.
+    """Return (kind, name) of each missing object without which no member is created.
 
-    Members need their ConfigMaps and their ServiceAccount. An object of another owner counts as
-    missing, because another owner's ServiceAccount may have rights that members must not get.
+    The service's ConfigMaps and the ServiceAccount of its engines must exist. An object of another
+    owner counts as missing, because another owner's ServiceAccount may have rights that members
+    must not get.
     """
     account = names.engine_account_name(desired.resolved.name)
     needed = {("ServiceAccount", account), *(("ConfigMap", name) for name in desired.config_maps)}

@@ -58,7 +58,8 @@ class ReconcileState:
     def add_problem(self, error: Exception) -> None:
         """Add the error to `problems`.
 
-        The traceback is dropped, except if the error is a defect: then the traceback is logged.
+        The traceback is dropped unless the error is a defect of the operator. The controller logs
+        the traceback of a defect.
         """
         problem = problem_of(error)
         if not isinstance(problem, InternalError):

@@ -261,8 +261,9 @@ class Reconciler:
     def _kinds_to_compare(self, state: ReconcileState, desired: Desired) -> set[str]:
         """Set `state.objects_hash`. Return the kinds of objects to read, compare and write.
 
-        Only MOVING_KINDS are returned if the last reconcile verified the same desired objects, and
-        no other client can have changed other kinds since.
+        Only MOVING_KINDS are returned if no object of another kind can differ from the desired
+        state. That is so if all objects matched the same desired state after the last reconcile,
+        and no other client can have changed them since.
         """
         observed, freshness = state.observed, state.observed.freshness
         state.objects_hash = names.content_hash(

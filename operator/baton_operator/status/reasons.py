@@ -57,7 +57,7 @@ class Settled(StrEnum):
 
 
 class Failure(StrEnum):
-    """Condition reasons of a failure."""
+    """Condition reasons for a failure."""
 
     CONTAINER_ERROR = "ContainerError"
     CONTAINER_TERMINATED = "ContainerTerminated"

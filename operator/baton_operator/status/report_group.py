@@ -97,7 +97,11 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_rolled_out(self) -> bool:
-        """Whether all current pods have the newest revision; for the gateway: `updated`."""
+        """Whether all current pods have the newest revision.
+
+        For the gateway: whether its Deployment has all desired pods, and none of an earlier
+        template.
+        """
         return self.updated if self.role == "gateway" else len(self.newest) == len(self.current)
 
     def is_newest(self, pod: Object) -> bool:
@@ -202,8 +206,8 @@ def group_verdict(group: ReportedGroup) -> Verdict:
     """Return the verdict on the condition of a group.
 
     The condition is True if the desired number of pods serve, and all of them have the newest
-    revision. For the gateway, the HTTPRoute must also be accepted. The condition is False if the
-    spec sets 0 decode pods without autoscaling.
+    revision. For the gateway, the HTTPRoute must also be accepted. With 0 desired pods, the
+    condition is True only for the prefill group and for a group with `autoscaling`.
     """
     if group.desired == 0:
         return _verdict_without_pods(group)

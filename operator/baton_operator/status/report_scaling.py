@@ -19,9 +19,9 @@ _NO_MEASUREMENTS = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no mea
 def scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
     """Return the verdict on the condition Scaling.
 
-    The condition describes an expert-parallel topology that changes, has failed or is unknown.
-    Otherwise it describes the groups with `autoscaling`. Without such groups, it describes the
-    topology, which then is at rest.
+    The condition describes the expert-parallel topology if the topology changes, is unknown, or
+    its last change failed. Otherwise it describes the groups with `autoscaling`. Without such
+    groups, it describes the topology, which then is at rest.
 
     Args:
         members: the prefill and decode groups.

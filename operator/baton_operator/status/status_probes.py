@@ -51,8 +51,8 @@ class StatusProbes:
     """Sends `GET /health` and `GET /ready` to prefill and decode pods (members).
 
     An instance stores the times at which members were paused or asleep, and the KV compatibility of
-    members. KV compatibility is the values, such as the block size, that must be equal in two
-    engines that exchange KV blocks.
+    members. KV compatibility is the set of values, such as the block size, that must be equal in
+    two engines that exchange KV blocks.
 
     Args:
         session: HTTP session for requests to pods. None: no such request is sent.
@@ -70,7 +70,7 @@ class StatusProbes:
         self._suspended_at: dict[names.Key, dict[str, datetime]] = {}
 
     async def find_suspended(self, observed: Observation, now: datetime) -> Observation:
-        """Return `observed` with the members that are paused or asleep, for planner and status.
+        """Find the members that are paused or asleep. Return a copy of `observed` with the results.
 
         The progress deadline of a member starts no earlier than its last pause or sleep.
         """

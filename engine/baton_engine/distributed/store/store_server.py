@@ -109,7 +109,7 @@ class StoreServer:
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
         """Remove all keys for which `is_outdated` returns True. Thread-safe.
 
-        The store removes the keys after this method has returned.
+        The store's thread removes the keys, possibly after this method has returned.
         """
         self._outdated.append(is_outdated)
         with contextlib.suppress(OSError):  # the store is closed
@@ -217,7 +217,7 @@ class StoreServer:
             self._update(client)
 
     def _update(self, client: StoreClient) -> None:
-        """Update the selector and the count of buffered bytes after a client was read or written.
+        """Update the selector and the count of buffered bytes after I/O with a client.
 
         If the buffers of all clients together exceed MAX_BUFFERED_BYTES, drop the clients with the
         largest buffers.

@@ -82,8 +82,8 @@ class Coordinator:
                 change the topology. None: no authentication.
 
         Raises:
-            zmq.ZMQError: an address is in use.
-            OSError: an address is in use.
+            zmq.ZMQError: the address for ranks cannot be bound.
+            OSError: the address for HTTP cannot be bound.
         """
         self.metrics = CoordinatorMetrics()
         self._key = key
@@ -154,8 +154,8 @@ class Coordinator:
     def run(self) -> int:
         """Run until `stop` is called and the loop has ended. Return the exit code 0.
 
-        After `stop`, the loop ends as soon as no rank serves. After LINGER_S more seconds, the loop
-        also ends if any serving rank is not shutting down.
+        After `stop`, the loop ends as soon as no rank serves. LINGER_S seconds after `stop`, the
+        loop continues only while all serving ranks are shutting down.
         """
         self._server.start()
         poller = zmq.Poller()

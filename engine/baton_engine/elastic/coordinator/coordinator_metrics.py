@@ -113,7 +113,10 @@ class CoordinatorMetrics:
                 self._seconds.labels(kind, phase)
 
     def on_ended(self, ended: Ended) -> None:
-        """Count an ended operation, and add its durations by phase and its expert moves."""
+        """Count an ended operation, and add its durations by phase and its expert moves.
+
+        If an automatic rebalance was committed, also set the gauges of its imbalance.
+        """
         self._operations.labels(ended.kind, ended.outcome).inc()
         for phase, seconds in ended.seconds.items():
             self._seconds.labels(ended.kind, phase).observe(seconds)

@@ -96,7 +96,7 @@ class Operation:
 
 
 def resumed(target: Generation, previous: Generation | None, now: float) -> Operation:
-    """Return an operation that continues the commit of `target` that an earlier process began."""
+    """Return an operation that continues a commit of `target`, begun by an earlier coordinator."""
     kind = "recover" if target.urgent else "form" if previous is None else "scale"
     operation = Operation(
         kind, target.operation_id, frozenset(each.name for each in target.members), now
@@ -135,7 +135,8 @@ def is_in(status: Status, generation: Generation) -> bool:
 def overtaken(roster: Roster, target: Generation) -> bool:
     """Return whether a living rank serves in a newer generation than the target.
 
-    The same number with another nonce counts as newer. Such a rank ignores the target.
+    A generation with the same number and another nonce counts as newer. A rank in a newer
+    generation ignores the target.
     """
     return any(
         generation.number >= target.number and generation.nonce != target.nonce

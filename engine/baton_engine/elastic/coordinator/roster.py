@@ -170,7 +170,7 @@ class Roster:
 
 
 def _position(status: Status) -> tuple[object, ...]:
-    """Return the fields of a status. If any of them changes, the engine loop made progress."""
+    """Return the fields of a status that change only if the rank's engine loop makes progress."""
     nonce = "" if status.generation is None else status.generation.nonce
     return (
         status.phase,

@@ -35,10 +35,11 @@ class Stalls:
         self.reason = ""
 
     def update(self, present: Generation | None, now: float) -> None:
-        """Mark a rank as stalled if all other ranks have waited too long for this rank.
+        """Mark a stalled rank, or set `reason` if a stall is suspected but the rank is unknown.
 
-        If a stall is suspected but the stalled rank is unknown, set `reason`. The controller then
-        probes all ranks.
+        A rank is stalled if all other ranks wait for it, one of them for too long. A stall is
+        suspected after any other wait that is too long, and if a step runs too long. The controller
+        probes all ranks if `reason` is set.
         """
         self.reason = ""
         ranks = [] if present is None else self._ranks(present)
@@ -61,10 +62,10 @@ class Stalls:
             self.reason = f"a step has run for more than {step_limit_s:g} s"
 
     def on_target(self) -> None:
-        """Double the time limit of steps if the new target generation is a probe of all ranks.
+        """Double the time limit of steps if a stall is suspected. Call this for each new target.
 
-        A probe interrupts all ranks, also those whose step is only slow. The longer limit gives
-        such a step time to end.
+        The new target is then a probe, which interrupts all ranks, also those whose step is only
+        slow. The longer limit gives such a step time to end.
         """
         if self.reason:
             self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
@@ -101,7 +102,7 @@ class Stalls:
         self._roster.stalled.update(member.instance_id for member in members)
 
     def _ranks(self, present: Generation) -> list[Rank]:
-        """Return the members of `present`. Empty if there is only one or not all of them serve."""
+        """Return the members of `present` if there are several and all serve, else no members."""
         ranks = [
             self._roster.ranks[each.instance_id]
             for each in present.members

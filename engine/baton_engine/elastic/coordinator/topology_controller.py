@@ -174,7 +174,7 @@ class TopologyController:
         return Directive(dismissed=self._roster.is_left_behind(instance_id, self._present))
 
     def _current_directive(self) -> Directive:
-        """Return the directive to prepare or commit a target, or an empty one without a target."""
+        """Return the directive to prepare or commit a target. Empty if there is no target."""
         operation, stranded = self._operation, self._stranded_commit
         if operation is not None and operation.active and operation.target is not None:
             return Directive(operation.target, operation.committed)
@@ -186,7 +186,8 @@ class TopologyController:
         """Return whether an instance is a member of `target`, or votes on its commit.
 
         The voters serve in the present generation or in the operation's previous generation. A
-        voter still receives the target after it has committed the target.
+        voter still receives the target after it has committed the target. The result is False for
+        an instance that a later instance of the same name has replaced.
         """
         voting = {
             None if self._operation is None else self._operation.previous,
@@ -274,7 +275,7 @@ class TopologyController:
         """Continue a commit that an earlier coordinator process began but did not complete.
 
         Returns:
-            Whether there is such a commit.
+            Whether there was a commit to continue.
         """
         target = latest_commit(self._roster, self._present)
         if target is None or target.nonce in self._nonces or self._stranded_commit is not None:

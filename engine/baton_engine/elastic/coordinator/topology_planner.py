@@ -190,8 +190,8 @@ class TopologyPlanner:
         """Return the change to a generation of surviving members and new members.
 
         Survivors are members of `present` that still serve. They keep their order and get the
-        lowest ranks. Unwanted and excluded survivors leave. If this leaves no survivor and no new
-        member, all survivors stay.
+        lowest ranks. Unwanted and excluded survivors leave. If the generation would otherwise be
+        empty, all survivors stay.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}

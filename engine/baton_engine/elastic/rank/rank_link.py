@@ -68,7 +68,7 @@ class RankLink:
         key: ServiceKey | None = None,
         wakeup_interval_s: float = STATUS_INTERVAL_S,
     ) -> None:
-        """Bind the ROUTER and connect the DEALER to the coordinator.
+        """Bind the ROUTER socket for other ranks, and connect the DEALER socket to the coordinator.
 
         Args:
             host: address to bind.

@@ -30,7 +30,7 @@ class InterruptPipes:
         """Interrupt the steps of all workers. Callable from any thread. Never blocks.
 
         Args:
-            nonce: nonce of the generation to interrupt, for the `interrupt` method of each worker.
+            nonce: nonce of the generation to interrupt. Empty: any generation.
         """
         line = nonce.encode() + b"\n"
         with self._lock:

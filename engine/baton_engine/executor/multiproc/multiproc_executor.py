@@ -287,7 +287,11 @@ class MultiprocExecutor(RemoteExecutor):
         return pending
 
     def _watch_for_stalls(self) -> None:
-        """Fail all steps and calls if a worker neither answers nor ends, as after SIGSTOP."""
+        """Fail all steps and calls if a step has no answer for `parallel.step_timeout_s`.
+
+        A worker that is stopped (SIGSTOP) neither answers nor ends. Calls have their own timeouts,
+        so a call without an answer counts only if a worker is stopped.
+        """
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None
         silent_s = 0.0

@@ -126,7 +126,8 @@ class RingWriter:
         """Create a writer that continues after the last message in the memory.
 
         Args:
-            side_channels: the sending end of one connection per reader.
+            side_channels: the sending ends of one connection per reader. The connections wake
+                readers and carry messages that are larger than a slot.
         """
         self._memory = memory
         self._side_channels = side_channels

@@ -41,7 +41,8 @@ class WorkerProcesses:
                 sending raises BlockingIOError.
             on_answer: called with rank and answer, from the watching thread.
             on_death: called with rank and reason, from the watching thread, if a process cannot be
-                started. Also called when a process has ended, after its last answer.
+                started or its answers cannot be decoded. Also called when a process has ended,
+                after its last answer.
         """
         self._starts = starts
         self._environment = os.environ | environment

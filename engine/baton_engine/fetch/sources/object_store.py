@@ -129,7 +129,7 @@ class ObjectStoreSource:
     def _translated(self) -> Iterator[None]:
         """Convert exceptions of `obstore` to FetchError or TransientError.
 
-        If `obstore` has no exception class for a failure, the error message decides.
+        If `obstore` has no exception class for a failure, it is classified by the error message.
         """
         try:
             yield

@@ -184,7 +184,10 @@ _DENSE_AND_NORM = ("dense.weight", "dense.bias", "LayerNorm.weight", "LayerNorm.
 
 @register
 class BertForMaskedLM(BertModel):
-    """The encoder of a BERT checkpoint for masked language modeling. Ignores its output layer."""
+    """The encoder of a BERT checkpoint for masked language modeling.
+
+    The checkpoint's output layer is ignored.
+    """
 
 
 @register

@@ -142,7 +142,8 @@ def load_checkpoint_config(
     Args:
         path: folder of the checkpoint.
         runner: value of the option `model.runner`.
-        label_tokens: value of the option `model.classifier_from_token`.
+        label_tokens: value of the option `model.classifier_from_token`. Empty: the value in
+            config.json, if there is one.
 
     Raises:
         ModelNotFound: `path` is not an existing folder.

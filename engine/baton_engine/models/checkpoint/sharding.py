@@ -62,7 +62,7 @@ def whole_targets(prefix: str, parameters: Mapping[str, Tensor | None]) -> Weigh
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The layers and heads that one rank holds, and that its KV cache has."""
+    """The layers and heads of one rank. Its KV cache has the same layers and KV heads."""
 
     first_layer: int
     num_layers: int

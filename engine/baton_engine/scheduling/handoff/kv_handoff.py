@@ -81,9 +81,10 @@ class KVHandoff:
 
     @property
     def num_held(self) -> int:
-        """Number of transfers in progress whose request has ended, and of empty loads.
+        """Number of transfers in progress that belong to no unfinished request.
 
-        An empty load transfers no blocks. It only makes the producer free the request's blocks.
+        These are the transfers of ended requests, and empty loads. An empty load transfers no
+        blocks, and only makes the producer free the request's blocks.
         """
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
@@ -144,9 +145,9 @@ class KVHandoff:
     def wait(self, request: Request) -> None:
         """Keep the prompt's blocks on the producer until the request's load starts.
 
-        The connector sends a message that extends the lease of the blocks. Otherwise, the lease
-        could expire while the request waits for memory. If the load starts in the next step, no
-        message is sent.
+        The connector sends heartbeats, which extend the lease of the blocks. Without heartbeats,
+        the lease could expire while the request waits for memory. If the load starts in the next
+        step, this method has no effect.
         """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(
@@ -184,7 +185,7 @@ class KVHandoff:
         return load.result if load is not None else None
 
     def end_load(self, request: Request) -> None:
-        """Remove the load of a request after it has ended."""
+        """Remove a load that has ended. From now on, the blocks belong only to `request`."""
         del self._loads[_transfer(request).transfer_id]
 
     # Both
@@ -224,7 +225,7 @@ class KVHandoff:
                 self._cancel_send(transfer_id, send)
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Record the transfers that have ended. Free the blocks of those whose request has ended.
+        """Record the transfers that have ended, and free the blocks of requests that have ended.
 
         Returns:
             Unfinished requests whose load has ended. `load_result` returns the result of each.

@@ -55,8 +55,9 @@ class RemotePrefill:
         """Record the result of the request's prefill stage.
 
         Returns:
-            The decisions of `end_load_if_ready` if the request's load has started. If no peer
-            computes the prompt and this engine may, the decision to queue the request. Otherwise,
+            The decisions of `end_load_if_ready` if the request's load has started. Before the
+            load, a failed prefill stage yields the decision to queue the request, unless
+            `fail_on_load_error` is set. This engine then computes the prompt. In all other cases,
             an empty list.
         """
         if (

@@ -128,8 +128,7 @@ def advance(
         beams: live beams: one at the start, at most `width` later.
         candidates: continuations of each live beam, best first. A beam needs at least 2 * width
             continuations, of which at least `width` are not stop tokens. If the vocabulary is too
-            small, all its tokens are enough.
-            Continuations with log-probability -inf are skipped.
+            small, all its tokens are enough. Continuations with log-probability -inf are skipped.
         finished_scores: scores of the hypotheses that are already finished, at most `width`, in
             any order.
     """
@@ -170,10 +169,11 @@ def _cannot_improve(
 ) -> bool:
     """Return whether the search is over although live beams are left.
 
-    With `early_stopping`, the search is over when `width` hypotheses are finished. Otherwise, the
-    best live beam must also have no better score than the worst of these. The live beam is
-    scored at its present length, as in `transformers`. With a positive length penalty, a longer
-    continuation could still score better, but rarely does.
+    A search with fewer than `width` finished hypotheses continues. With `early_stopping`, any other
+    search is over. Without it, the search is over if no live beam has a better score than the worst
+    of the `width` best hypotheses. A live beam is scored at its present length, as in
+    `transformers`. With a positive length penalty, a longer continuation could still score better,
+    but rarely does.
     """
     if len(best_scores) < config.width:
         return False

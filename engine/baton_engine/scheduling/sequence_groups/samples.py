@@ -21,7 +21,7 @@ class SampleGroups:
     def join(self, group_id: str, request: Request) -> None:
         """Add `request` to the group `group_id`. The first request creates the group.
 
-        A request that loads the prompt's KV from a peer loads it for the whole group.
+        The first request that loads the prompt's KV from a peer does so for the whole group.
 
         Raises:
             ValueError: the prompt or cache_salt of `request` differs from the group's, or

@@ -15,7 +15,7 @@ from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 
 
 class StepBuilder:
-    """Builds the `SchedulerOutput` of one step from ranges of tokens."""
+    """Builds the `SchedulerOutput` of one step. Each call of `run` or `run_decode` adds tokens."""
 
     def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
         """Create an empty step.
@@ -92,7 +92,7 @@ class StepBuilder:
     def run_decode(self, sequence: Request) -> None:
         """Schedule the next token of a sequence. Allocate or copy a block if the token needs one.
 
-        Call `has_memory_for` first.
+        Call this method only after `has_memory_for` has returned True.
         """
         if self.may_write(sequence):
             self.run(sequence, 1)

@@ -47,7 +47,7 @@ def count_scheduled(sequence: Request, num_tokens: int) -> ScheduledRange:
 
 
 def count_returned(entry: ScheduledRange) -> None:
-    """Remove a range, whose results have arrived, from the counters of work in flight.
+    """Subtract a range from the counters of work in flight, because its results have arrived.
 
     The caller then appends the token that the range sampled.
     """

@@ -100,7 +100,7 @@ class ExpertStore:
         return Expert(self._prepare(gate_up), self._prepare(down))
 
     def to_parts(self, expert: Expert) -> list[Tensor]:
-        """Convert an expert to plain or quantized tensors in host memory, to be sent."""
+        """Return an expert as plain or quantized tensors in host memory, ready to be sent."""
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:

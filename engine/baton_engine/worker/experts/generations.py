@@ -83,8 +83,8 @@ class Generations:
     def prepare(self, generation: Generation) -> None:
         """Start to prepare a generation in the background.
 
-        If `generation` is already in preparation or current, do nothing. Otherwise, drop any other
-        generation that is in preparation or prepared.
+        If `generation` is already the current or the next generation, do nothing. Otherwise, drop
+        the old next generation, if there is one.
 
         Raises:
             ValueError: this engine is not a member of `generation`.
@@ -134,14 +134,14 @@ class Generations:
             retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """Drop the next generation, prepared or in preparation, if it has this nonce."""
+        """Drop the next generation, prepared or not, if it has this nonce."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
     def leave(self) -> None:
         """Leave the current generation, and free all experts.
 
-        A generation that is in preparation or prepared is dropped.
+        The next generation, if there is one, is dropped.
         """
         self._drop()
         current, self._current = self._current, None
@@ -156,14 +156,14 @@ class Generations:
 
         Args:
             nonce: nonce of the generation to interrupt. Do nothing if another generation is
-                current. Empty: interrupt any generation.
+                current. Empty: interrupt the current generation.
         """
         current = self._current
         if current is not None and nonce in ("", current.generation.nonce):
             current.abort()
 
     def expert_bytes(self) -> int:
-        """Return the size of the message that sends this tensor rank's part of one expert."""
+        """Return how many bytes are sent to move this tensor rank's part of one expert."""
         parts = self._worker.store.new_parts(ExpertKey(layer=0, expert=0))
         return sum(part.nbytes for part in parts)
 
@@ -240,7 +240,7 @@ class _LocalGeneration:
     def close(self, grace_s: float = 0.0) -> None:
         """Leave the process groups of this generation in the background. Idempotent.
 
-        The groups are left `grace_s` seconds after the preparation has ended.
+        A background thread waits until the preparation has ended, and then for `grace_s` seconds.
         """
         with self._lock:
             self._closed = True
@@ -319,7 +319,7 @@ class _LocalGeneration:
         """Receive missing experts from other members, and send the experts that others lack.
 
         Args:
-            held: experts that this rank can send, even if it does not keep them.
+            held: experts of the current generation, which this rank can send to other members.
         """
         try:
             group = self._join(f"weights-{self._worker.tensor_rank}", CPU, PEER_TIMEOUT_S)

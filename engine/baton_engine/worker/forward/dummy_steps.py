@@ -116,7 +116,7 @@ def run(
 
 
 def sampling_inputs(num_rows: int) -> list[SamplingInput]:
-    """Return inputs for `num_rows` rows, alternately random (top-k, top-p, min-p) and greedy."""
+    """Return sampler inputs, alternately random (with top-k, top-p and min-p) and greedy."""
     ids = np.zeros(1, dtype=np.int64)
     kinds = [
         SamplingParams(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01),

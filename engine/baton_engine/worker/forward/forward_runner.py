@@ -61,7 +61,7 @@ class ForwardRunner:
         Args:
             model: model with weights, on the device where it runs.
             plan: what to compile and capture.
-            graph_backend: graph backend of the device. None only if the plan has no graphs.
+            graph_backend: graph backend of the device. May be None if the plan has no graphs.
             fused: the model's forward as one fused operation. None: layers run one by one.
         """
         self.plan = plan
@@ -125,7 +125,10 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def compile(self, kv_cache: Tensor) -> None:
-        """Trace the model, and compile its pieces for the `compile_sizes` of the plan."""
+        """Trace the model and compile its pieces. Do nothing if they are already compiled.
+
+        Each of the plan's `compile_sizes` is also compiled separately.
+        """
         if self.backend is None or self.backend.num_pieces:
             return
         self._forward = compile_model(self.model, self.backend)

@@ -33,12 +33,12 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
     """Return the numbers of (cache blocks, host swap blocks) that fit in the configured budgets.
 
     If `cache.swap_memory_bytes` is None, swap blocks take SWAP_MEMORY_PERCENT of the memory that
-    cache and offload blocks leave. There are then at most as many swap blocks as cache blocks. The
-    computation assumes that all ranks run on this host.
+    cache and offload blocks leave, but at most as much as the cache blocks. This computation
+    assumes that all ranks run on this host.
 
     Raises:
-        ConfigurationError: the cache budget is less than one block, or all budgets together are
-            more than the available memory.
+        ConfigurationError: the cache budget is less than one block, or this rank's blocks need more
+            than the available memory.
     """
     num_blocks = _configured_blocks(cache, size)
     if num_blocks is None:
@@ -74,16 +74,17 @@ def blocks_on_gpu(
     The number of cache blocks is one of these:
 
     1. `cache.num_blocks`, if it is set.
-    2. The number that `cache.memory_bytes` can hold on all ranks together, if only this is set.
-    3. All blocks that fit on the GPU, if neither is set.
+    2. The number that fits in `cache.memory_bytes`, if only `cache.memory_bytes` is set. These
+       bytes are the memory of all ranks together.
+    3. The number that fits on the GPU, if neither is set.
 
     The cache blocks must fit in the usable GPU memory, minus the memory of the largest step, of
     captured graphs and of other processes. In case 2, all GPU memory is usable. Otherwise, the
     fraction `cache.gpu_memory_utilization` is usable.
 
-    The number of swap blocks is the number that `cache.swap_memory_bytes` can hold. If it is None,
-    swap blocks take at most SWAP_MEMORY_PERCENT of the host memory that the offload tier leaves.
-    There are then at most as many swap blocks as cache blocks.
+    The number of swap blocks is the number that fits in `cache.swap_memory_bytes`. If this setting
+    is None, swap blocks take at most SWAP_MEMORY_PERCENT of the host memory that the offload tier
+    leaves, and at most as much as the cache blocks.
 
     Args:
         cache: configuration of the cache.
@@ -160,7 +161,7 @@ def _pinned_swap_blocks(cache: CacheConfig, size: BlockSize) -> int:
 
 
 def _pinned_bytes(nbytes: int) -> int:
-    """Return the bytes that a pinned tensor takes. PyTorch rounds up to a power of two."""
+    """Return the size of a pinned tensor of `nbytes`, which PyTorch rounds up to a power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 

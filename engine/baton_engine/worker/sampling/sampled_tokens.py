@@ -24,8 +24,8 @@ class SampledTokens:
 
         Args:
             token_ids: int64 [rows].
-            is_impossible: bool [rows]. True: all tokens of the row were masked or NaN. None: no row
-                is True.
+            is_impossible: bool [rows]. True: all tokens of the row were masked or NaN. None: there
+                is no such row.
         """
         #: On the device, int64 [rows].
         self.token_ids = token_ids
@@ -53,7 +53,7 @@ class SampledTokens:
 
 
 def _copy_to_host(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a host array for the values of the tensor. A copy from a GPU is only queued."""
+    """Return a host array with the tensor's values. The copy from a GPU is only queued."""
     if tensor.is_cuda:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         tensor = pinned.copy_(tensor, non_blocking=True)

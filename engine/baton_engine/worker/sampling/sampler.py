@@ -106,7 +106,7 @@ def report_logprobs(
     inputs: Sequence[SamplingInput],
     eos_token_ids: Sequence[int],
 ) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities to report for each row, or None for a row that wants none.
+    """Return the log-probabilities to report for each row. None: the row's request asks for none.
 
     For a row of a beam search, `top` has the best continuations: at least 2 * beam_width, of which
     at least beam_width are not end tokens. If fewer tokens are possible, `top` has all possible

@@ -121,7 +121,7 @@ class OpenAPIOperation:
 
     Args:
         summary: one sentence about the method.
-        response: type of the JSON body of status 200; None if the body is empty or text.
+        response: type of the JSON body of status 200; None if no struct describes the body.
         body: type of the JSON body of requests; None if requests have no body.
         events: types of the data of a stream's events. Empty if the operation has no streams.
         errors: statuses of the operation's errors, besides the errors that every path can return.

@@ -115,7 +115,7 @@ def _describe_response(schema: dict[str, Any]) -> None:
     """Change the schema of a struct to describe what the gateway sends, not what it would parse.
 
     The gateway always sends a field that has a default. A string with a default always has this
-    value. The schema contains no default for fields with the default UNSET, which may be missing.
+    value. A field whose default is UNSET may be missing, and has no default in the schema.
     """
     for name, field in schema["properties"].items():
         if "default" not in field:

@@ -19,7 +19,7 @@ ChunkBody = TypeVar("ChunkBody", bound=GenerationRequest)
 class ChunkWriter(GenerationWriter[ChunkBody]):
     """Base of the writers whose streams consist of OpenAI's chunks.
 
-    If the request asks for them, chunks contain `usage`, and choices contain token ids.
+    Chunks contain `usage`, and choices contain token ids, only if the request asks for them.
     """
 
     def closing(self) -> list[msgspec.Struct]:

@@ -85,7 +85,8 @@ class CompletionWriter(ChunkWriter[CompletionRequest]):
         Args:
             choice: the choice to which the output belongs.
             output: new text and tokens of the choice.
-            offset: number of characters of the choice's text before this output.
+            offset: number of characters of all tokens whose logprobs were sent before, including
+                tokens of an echoed prompt.
         """
         if self.body.logprobs is None:
             return None

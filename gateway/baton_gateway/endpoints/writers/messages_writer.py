@@ -148,7 +148,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ResponseBlock:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a tool call; empty if a token limit has cut the JSON off."""
+    """Return the arguments of a tool call; empty if `text` is not a complete JSON object."""
     try:
         arguments = json.loads(text)
         msgspec.json.encode(arguments)  # UTF-8 cannot encode a lone surrogate

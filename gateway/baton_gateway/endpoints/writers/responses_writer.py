@@ -162,7 +162,12 @@ class ResponsesWriter(GenerationWriter[ResponsesRequest]):
         return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
 
     def _begin(self, kind: str, name: str = "") -> list[msgspec.Struct]:
-        """Return the events that end the open item and begin another. `name`: the called tool."""
+        """Return the events that end the open item and begin a new one.
+
+        Args:
+            kind: type of the new item.
+            name: name of the called tool, if the item is a tool call.
+        """
         events = self._end()
         index = len(self._output)
         item = _item(kind, new_item_id(_PREFIXES[kind], self._id, index), name)

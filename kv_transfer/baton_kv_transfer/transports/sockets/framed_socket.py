@@ -38,8 +38,8 @@ _STOPPED = -1
 class FramedSocket:
     """One end of a connection that carries messages and data.
 
-    One thread may run `receive` while another thread runs one of the other methods. All methods
-    raise ConnectionError or OSError after the connection was lost.
+    One thread may run `receive` while another thread runs one of the other methods. Methods that
+    send or receive raise OSError after the connection was lost.
     """
 
     def __init__(

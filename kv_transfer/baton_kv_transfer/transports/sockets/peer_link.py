@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class PeerLink(abc.ABC):
     """A connection to one peer, which `post` opens if needed.
 
-    Any thread may call `post`, which calls `connect`, and `withdraw`. The transports' thread calls
+    Any thread may call `post` and `withdraw`. `post` calls `connect`. The transports' thread calls
     the other methods.
     """
 

@@ -170,7 +170,8 @@ class UCXTransport(Transport):
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
         """Cut the connection to a removed peer, unless only the peer uses the connection.
 
-        This is the case if the peer has sent HELLO, and no transfer of this side is in flight.
+        Only the peer uses the connection if the peer has sent HELLO, and this side has no transfer
+        in flight.
         """
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
@@ -416,8 +417,8 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are in use but silent, and check that UCX still listens.
 
-        Silence is counted in ticks, not in seconds. So after a suspension,
-        this process reads the messages that have arrived before it cuts a connection.
+        Silence is counted in ticks, not in seconds. So a process that was suspended first reads the
+        arrived messages, and cuts only connections that are still silent.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0

@@ -29,7 +29,7 @@ EXPIRE_EVERY_S = 60.0  # interval of the search for Events older than EVENT_TTL
 
 
 class GarbageCollector:
-    """Deletes the objects that depend on a deleted owner, namespace or CRD.
+    """Deletes dependents of deleted owners, and all objects of terminating namespaces and CRDs.
 
     `drain()` handles all changes of the store since its last call. `run()` calls `drain()` after
     each change, and deletes Events that are older than EVENT_TTL.

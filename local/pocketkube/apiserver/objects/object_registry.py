@@ -217,8 +217,9 @@ class Registry:
         """Decode the body of a server-side apply.
 
         Returns:
-            The fields that the request can write. For a subresource, these are the field with its
-            name and the resourceVersion. Otherwise, these are all fields except `status`.
+            The fields that the request can write. For a subresource such as `status`, these are
+            the field `status` and the resourceVersion. For an object, these are all fields, but
+            without `status` if the kind has the subresource `status`.
         """
         metadata = body.get("metadata") or {}
         if metadata.get("managedFields"):

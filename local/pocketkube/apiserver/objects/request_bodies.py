@@ -15,8 +15,8 @@ def decode_body(
 ) -> tuple[Object, list[str]]:
     """Check the type and the namespace of `obj`, and remove its unknown fields.
 
-    The returned object has the type and the namespace of the request, and no defaults. Its metadata
-    is a copy. Its other fields may share values with `obj`.
+    The returned object has the type and the namespace of the request. Defaults are not set yet. The
+    metadata of the object is a copy, but its other fields may share values with `obj`.
 
     Args:
         require_type: refuse an object that lacks apiVersion or kind. Custom resources always need

@@ -20,7 +20,7 @@ class Strategy:
         self._initial_status = initial_status
 
     def before_create(self, new: Object) -> None:
-        """Set the initial status of `new` and other fields that the API server sets.
+        """Set the fields of `new` that the API server chooses, such as the initial status.
 
         `new` is a new object with defaults and without a status.
         """
@@ -34,7 +34,7 @@ class Strategy:
         """
 
     def after_write(self, stored: Object) -> Object:
-        """Run the steps that follow the write of `stored`, and return the resulting stored object.
+        """Run kind-specific steps after the write of `stored`. Return the latest stored object.
 
         The registry does not call this method after writes of subresources.
         """

@@ -61,7 +61,7 @@ class Catalog:
         return self._custom.get(resource)
 
     def establish(self, crd: Object) -> None:
-        """Serve the versions of a validated CRD instead of those that it had before."""
+        """Serve the versions of a validated CRD instead of the CRD's previous versions."""
         self.withdraw(crd)
         for version in custom_versions(crd):
             self._add(version.resource, CustomFieldTypes(version.schema.schema))

@@ -49,7 +49,7 @@ class StructuralSchema:
         self.rules = Rules(schema)
 
     def prune(self, obj: Object) -> tuple[Object, list[str]]:
-        """Remove the fields that are not in the schema. Return the object and the removed paths."""
+        """Return `obj` without the fields that the schema lacks, and the paths of these fields."""
         unknown: list[str] = []
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 

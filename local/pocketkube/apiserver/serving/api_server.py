@@ -318,8 +318,7 @@ def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Obj
     """Return one page of a list, and the metadata of the list.
 
     The query parameters `limit` and `continue` select the page. The continue token in the metadata
-    has the name of the page's last object. It also has the resource version of the list when the
-    client requested the first page.
+    names the last object of this page. The token also has the resource version of the first page.
     """
     metadata: Object = {"resourceVersion": version}
     try:

@@ -54,7 +54,7 @@ async def read_metrics(
 
 
 async def _summary(node: Object, session: aiohttp.ClientSession) -> Object | None:
-    """Return `/stats/summary` from the node's kubelet; None if the kubelet does not answer."""
+    """Return `/stats/summary` from the node's kubelet; None if the request fails."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=CONNECT_S)
     try:
         url = f"{kubelet_url(node)}/stats/summary"

@@ -29,8 +29,8 @@ def merge(base: Any, overlay: Any, path: str) -> Any:
 
     Raises:
         ValueError: a field is an object or list in `base`, but not in `overlay`; an item of a
-            merged list has no merge key; or two items have the same key. The message names the
-            field.
+            merged list has no merge key; or two items of a list other than `env` have the same
+            key. The message names the field.
     """
     if isinstance(base, dict):
         if not isinstance(overlay, dict):

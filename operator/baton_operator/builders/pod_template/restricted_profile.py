@@ -62,7 +62,7 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 
 
 def _kinds_in(known: Collection[str]) -> Callable[[Any], bool]:
-    """Return a function that checks whether every set field of an object is in `known`."""
+    """Return a function that checks whether all non-null fields of an object are in `known`."""
     return lambda value: (
         isinstance(value, dict)
         and all(kind in known for kind, source in value.items() if source is not None)
@@ -201,7 +201,7 @@ def _check_profile(own: Object, merged: Object, path: str) -> None:
 def _check_host_path_mounts(
     own: Object, merged: Object, path: str, restrictions: Restrictions
 ) -> None:
-    """Raise ValueError if a mount of a hostPath that must be read-only is writable."""
+    """Raise ValueError if a hostPath volume that must be read-only has a writable mount."""
     read_only = [
         volume["name"]
         for volume in own["spec"]["volumes"]

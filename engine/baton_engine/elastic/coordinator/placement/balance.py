@@ -83,9 +83,9 @@ class Balance:
         Args:
             members: ranks of the new generation.
             present: the current generation.
-            keep: whether to move as few experts as possible, because the group waits. Experts stay
-                where they are, and only lost copies are placed. The next placement restores the
-                balance and the redundant copies.
+            keep: True if the group serves nothing until the placement takes effect. Experts then
+                stay where they are, and only lost copies are placed. The next placement restores
+                the balance and the redundant copies.
             loads: loads of the experts. None: the loads since the start of `present`.
 
         Raises:
@@ -216,7 +216,7 @@ class Balance:
 
 
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
-    """Return (placement, instance ids of the ranks) of a generation. None if there is none.
+    """Return (placement, instance ids of the ranks) of a generation. None without a generation.
 
     `plan_placement` takes this pair as `previous`.
     """

@@ -63,7 +63,8 @@ def plan_placement(
         instance_ids: instance ids in rank order.
         num_redundant: minimum number of slots beyond one per expert.
         loads: [layer][expert], tokens. None: all experts have the same load.
-        previous: a placement and the instance ids of its ranks.
+        previous: the present placement and the instance ids of its ranks. None: no rank holds
+            experts.
         tolerance: how much the heaviest rank's load may exceed that of a placement planned without
             `previous`. 0.1 means 10%. A higher value moves fewer experts. With infinity, no expert
             moves for balance alone.
@@ -349,15 +350,14 @@ class _Packing:
         return best
 
     def _make_way(self, expert: int, rank: int) -> int:
-        """Assign `expert` to a full rank in place of another expert, and return the other expert.
+        """Replace another expert with `expert` on a full rank, and return the replaced expert.
 
         Call this method if every rank with a free slot already holds `expert`. `rank` is one of
-        these ranks. `rank` does not hold the returned expert, and can therefore take it.
-
-        Such an expert always exists. At least one full rank lacks `expert`, and so holds num_slots
-        other experts. `rank` has a free slot and holds `expert`, and so holds at most num_slots - 2
-        other experts.
+        these ranks. It does not hold the returned expert, and can therefore take it.
         """
+        # A choice always exists. At least one full rank lacks `expert`, and so holds num_slots
+        # other experts. `rank` has a free slot and holds `expert`, and so holds at most
+        # num_slots - 2 other experts.
         # Prefer experts that `full` did not hold before. They move anyway.
         choices = (
             (
