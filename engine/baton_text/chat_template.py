@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from baton_protocol.process.control_groups import memory_limit
+from baton_protocol.process.cgroups import memory_limit
 
 #: Header of a request to the process: size of the request's data, and limit on the size of the
 #: rendered text. Both are in bytes.

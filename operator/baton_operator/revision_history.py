@@ -21,7 +21,7 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import valid_spec
-from baton_operator.builders.config_maps import config_map
+from baton_operator.builders import config_maps
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.kube.objects import Kube
@@ -186,7 +186,7 @@ def previous_revisions_of(
                 continue
             template = MemberTemplate(resolved, role)
             if template.revision != newest.revision:
-                previous[role] = PreviousRevision(template, config_map(resolved, role))
+                previous[role] = PreviousRevision(template, config_maps.build(resolved, role))
     except ValueError:  # a spec that another version of the operator recorded
         return {}
     return previous

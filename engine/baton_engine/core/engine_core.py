@@ -125,7 +125,7 @@ class EngineCore(UtilityMethods):
             self._start_step()
             self._finish_oldest()
             self._pause.advance()
-        return self._end_step(runs)
+        return self._end_step(runs, must_continue=False)
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
         """Start a step if possible, finish the oldest step in flight and return the outputs.
@@ -140,7 +140,7 @@ class EngineCore(UtilityMethods):
         if runs and not (started and self._has_room and self._oldest_runs):
             self._finish_oldest()
             self._pause.advance()
-        return self._end_step(runs)
+        return self._end_step(runs, must_continue=bool(self._in_flight))
 
     def _start_step(self) -> bool:
         """Schedule a step, and start its execution without waiting for the output.
@@ -178,19 +178,16 @@ class EngineCore(UtilityMethods):
         record.outputs = self.scheduler.update_from_output(record.step, output)
         self._outputs += record.outputs
 
-    def _end_step(self, has_run: bool) -> list[EngineCoreOutput]:
+    def _end_step(self, has_run: bool, *, must_continue: bool) -> list[EngineCoreOutput]:
         """Set `made_progress`, and return the outputs for clients.
 
         Args:
             has_run: whether the current call of `step_fn` has started or finished a step.
+            must_continue: whether `step_fn` must be called again even if the scheduler made no
+                progress in the last step.
         """
-        self.made_progress = has_run and (self.scheduler.made_progress or self._must_continue)
+        self.made_progress = has_run and (self.scheduler.made_progress or must_continue)
         return self.take_outputs()
-
-    @property
-    def _must_continue(self) -> bool:
-        """Whether `step_fn` must be called again even if the last step made no progress."""
-        return bool(self._in_flight)
 
     @property
     def _has_room(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton_protocol.options.config import EngineConfig
-from baton_protocol.process.control_groups import ROOT, control_groups
+from baton_protocol.process.cgroups import ROOT, cgroups
 
 
 class Core(NamedTuple):
@@ -123,7 +123,7 @@ def cpu_limit(root: Path = ROOT) -> float | None:
     The result is the lowest limit of the process's own cgroup and all its parents.
     """
     limits = []
-    for folder in control_groups(root, "cpu"):
+    for folder in cgroups(root, "cpu"):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()

@@ -2,8 +2,8 @@
 
 dp_engine_core_proc  the process of a rank
 dp_engine_core       the steps of a rank: exchange votes, run with other ranks, change generations
-control_group        the exchange of votes between the ranks of a generation
+vote_group           the exchange of votes between the ranks of a generation
 standby_generation   the preparation of a generation while another generation serves
-retired_groups       control groups that are closed after a grace period
+retired_groups       vote groups that are closed after a grace period
 rank_status          the rank's status for the coordinator and for metrics
 """

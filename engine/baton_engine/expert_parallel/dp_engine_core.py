@@ -27,7 +27,6 @@ from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.expert_parallel.control_group import ControlGroup, WaveSender
 from baton_engine.expert_parallel.rank_status import RankReport
 from baton_engine.expert_parallel.retired_groups import RetiredGroups
 from baton_engine.expert_parallel.standby_generation import (
@@ -36,6 +35,7 @@ from baton_engine.expert_parallel.standby_generation import (
     Join,
     StandbyGeneration,
 )
+from baton_engine.expert_parallel.vote_group import VoteGroup, WaveSender
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import Histogram
 from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
@@ -91,7 +91,7 @@ class DPEngineCore(EngineCore):
             executor: runs the model.
             member: name, instance id and addresses of this rank.
             wave_sender: announces waves to the other ranks.
-            join: joins the `ControlGroup` of a generation.
+            join: joins the `VoteGroup` of a generation.
             unreachable: takes members, and returns the instance ids of those that cannot be
                 reached. It is called in another thread.
             wakeup: wakes the engine's loop, which then calls `advance`. Other threads call this
@@ -119,7 +119,7 @@ class DPEngineCore(EngineCore):
         self._next_loads = 0.0
         #: Prevents interrupts while the generation changes.
         self._group_lock = threading.Lock()
-        self._group: ControlGroup | None = None
+        self._group: VoteGroup | None = None
 
     @property
     def rank(self) -> int | None:
@@ -237,7 +237,7 @@ class DPEngineCore(EngineCore):
         """Check whether the next generation is prepared, and commit it if no vote is needed.
 
         No vote is needed if this rank is not serving. The commit must have been received, from the
-        coordinator or through another rank's wave. Also close an old control group after its grace
+        coordinator or through another rank's wave. Also close an old vote group after its grace
         period. While serving, read the load of each expert every LOADS_INTERVAL_S.
         """
         now = time.monotonic()
@@ -397,11 +397,7 @@ class DPEngineCore(EngineCore):
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
-        return self._end_step(runs)
-
-    @property
-    def _must_continue(self) -> bool:
-        return self._must_step
+        return self._end_step(runs, must_continue=self._must_step)
 
     def _schedule(self) -> SchedulerOutput:
         if self.phase is RankPhase.SERVING:
@@ -463,7 +459,7 @@ class DPEngineCore(EngineCore):
             GroupBrokenError: a rank is gone.
             TimeoutError: a rank did not vote within the timeout.
         """
-        assert self._group is not None, "a rank with waves has a control group"
+        assert self._group is not None, "a rank with waves has a vote group"
         if not waves.running:
             self._wave_sender.start_wave(waves.begin())
         num_tokens = step.total_num_scheduled_tokens

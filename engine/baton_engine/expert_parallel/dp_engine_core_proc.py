@@ -24,9 +24,9 @@ from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.elastic.rank.rank_link import RankLink, unreachable
 from baton_engine.elastic.rank_name import RANK_NAME
 from baton_engine.executor.base import Executor
-from baton_engine.expert_parallel.control_group import ControlGroup, join_control_group
 from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
 from baton_engine.expert_parallel.standby_generation import POLL_INTERVAL_S
+from baton_engine.expert_parallel.vote_group import VoteGroup, join_vote_group
 from baton_engine.metrics.topology_stats import commit_pauses
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import ProbeResult
@@ -131,10 +131,10 @@ class DPEngineCoreProc(EngineCoreProc):
         )
         return self._core
 
-    def _join(self, generation: Generation, rank: int) -> ControlGroup:
+    def _join(self, generation: Generation, rank: int) -> VoteGroup:
         parallel = self.config.parallel
         # In an exchange, a rank waits until the other ranks have ended their steps.
-        return join_control_group(
+        return join_vote_group(
             generation,
             rank,
             join_timeout_s=parallel.collective_timeout_s,

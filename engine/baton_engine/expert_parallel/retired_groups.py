@@ -1,4 +1,4 @@
-"""Control groups of past generations, which are closed after a grace period.
+"""Vote groups of past generations, which are closed after a grace period.
 
 An immediate close could reset the connection of a slower member that still reads from the group.
 """
@@ -8,25 +8,25 @@ from __future__ import annotations
 import time
 
 from baton_engine.distributed.group import RETIREMENT_GRACE_S
-from baton_engine.expert_parallel.control_group import ControlGroup
+from baton_engine.expert_parallel.vote_group import VoteGroup
 
 
 class RetiredGroups:
-    """Control groups of past generations, which are not closed yet.
+    """Vote groups of past generations, which are not closed yet.
 
-    The engine cores of one generation exchange votes in a control group.
+    The engine cores of one generation exchange votes in a vote group.
     """
 
     def __init__(self) -> None:
-        self._groups: list[tuple[float, ControlGroup]] = []
+        self._groups: list[tuple[float, VoteGroup]] = []
 
-    def add(self, group: ControlGroup | None) -> None:
-        """Add a control group that this rank no longer uses. None is ignored."""
+    def add(self, group: VoteGroup | None) -> None:
+        """Add a vote group that this rank no longer uses. None is ignored."""
         if group is not None:
             self._groups.append((time.monotonic() + RETIREMENT_GRACE_S, group))
 
     def advance(self) -> None:
-        """Close the oldest control group if its grace period is over."""
+        """Close the oldest vote group if its grace period is over."""
         if self._groups and time.monotonic() >= self._groups[0][0]:
             self._groups.pop(0)[1].close()
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from baton_engine.executor.base import Executor
-from baton_engine.expert_parallel.control_group import ControlGroup
+from baton_engine.expert_parallel.vote_group import VoteGroup
 from baton_engine.worker.experts.preparation import PreparationState
 from baton_protocol.topology import Generation, StartWave
 
@@ -21,8 +21,8 @@ POLL_INTERVAL_S = 0.05
 #: Timeout of short calls to workers. The workers may have to end a long step first.
 CALL_TIMEOUT_S = 30.0
 
-#: Joins the control group of a generation as a rank. Blocks until all members have joined.
-Join = Callable[[Generation, int], ControlGroup]
+#: Joins the vote group of a generation as a rank. Blocks until all members have joined.
+Join = Callable[[Generation, int], VoteGroup]
 
 
 class StandbyGeneration:
@@ -48,7 +48,7 @@ class StandbyGeneration:
                 prepares nothing.
             current: the generation in use. None: this engine is in no generation.
             executor: executor of the workers, which prepare groups and experts.
-            join: joins the `ControlGroup` of a generation.
+            join: joins the `VoteGroup` of a generation.
             wakeup: called by another thread when the join has succeeded or failed.
         """
         self.generation = generation
@@ -67,7 +67,7 @@ class StandbyGeneration:
         self._next_poll = 0.0
         #: Guards the fields below, which the joining thread writes.
         self._lock = threading.Lock()
-        self._group: ControlGroup | None = None
+        self._group: VoteGroup | None = None
         self._join_failure = ""
         self._dropped = False
         if rank is None:
@@ -82,7 +82,7 @@ class StandbyGeneration:
         threading.Thread(
             target=self._run,
             args=(join, rank),
-            name=f"join-control-{generation.number}",
+            name=f"join-votes-{generation.number}",
             daemon=True,
         ).start()
 
@@ -109,7 +109,7 @@ class StandbyGeneration:
         with self._lock:
             failure = self._join_failure
         if failure:
-            self._fail(f"the control group could not be joined: {failure}")
+            self._fail(f"the vote group could not be joined: {failure}")
         elif not self._workers_ready and now >= self._next_poll:
             self._next_poll = now + POLL_INTERVAL_S
             self._poll_workers()
@@ -122,8 +122,8 @@ class StandbyGeneration:
         if self.start is None or start.wave > self.start.wave:
             self.start = start
 
-    def take_group(self) -> ControlGroup:
-        """Return the control group, which the caller then owns.
+    def take_group(self) -> VoteGroup:
+        """Return the vote group. The caller becomes its owner and closes it.
 
         Call this method when the generation is committed.
         """
@@ -181,7 +181,7 @@ class StandbyGeneration:
             _give_up(group)
 
     def _run(self, join: Join, rank: int) -> None:
-        group: ControlGroup | None = None
+        group: VoteGroup | None = None
         try:
             group = join(self.generation, rank)
         except Exception as error:
@@ -196,7 +196,7 @@ class StandbyGeneration:
         self._wakeup()
 
 
-def _give_up(group: ControlGroup) -> None:
+def _give_up(group: VoteGroup) -> None:
     group.abort()  # so that other members do not wait for this rank
     group.close()
 

@@ -193,7 +193,7 @@ class RequestLifecycle:
 
     def finish(self, request: Request, output: EngineCoreOutput) -> None:
         """End a request with its last output. Free its blocks, unless a transfer may use them."""
-        self.state.outputs.emit(request, output)
+        self.state.outputs.add(request, output)
         request_id = request.request_id
         if request in self.state.queues.waiting_to_load:
             self.state.handoff.decline(request)

@@ -41,7 +41,7 @@ class RequestOutputs:
     ) -> None:
         """Append a step's prompt logprobs and routed experts to the results of earlier steps.
 
-        `emit` adds the collected results to an output.
+        `add` adds the collected results to an output.
 
         Args:
             start: first position that the step ran.
@@ -58,10 +58,11 @@ class RequestOutputs:
         if experts is not None:
             request.report.routed_experts.append(experts)
 
-    def emit(self, request: Request, output: EngineCoreOutput) -> None:
-        """Store `output` for `take`, together with the pending events of the request.
+    def add(self, request: Request, output: EngineCoreOutput) -> None:
+        """Add `output` to the outputs that `take` returns.
 
-        If `output` has tokens, add the collected prompt logprobs and routed experts too.
+        The output gets the events that were recorded since the request's last output. If it has
+        tokens, it also gets the collected prompt logprobs and routed experts.
         """
         report = request.report
         if not report.has_output:

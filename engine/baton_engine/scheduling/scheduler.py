@@ -207,8 +207,8 @@ class Scheduler:
                     self._lifecycle.start_load(request, cached)
                 case WaitsForPrompt(request):
                     self._lifecycle.wait_for_prompt(request)
-                case Finished(request, output):
-                    self._lifecycle.finish(request, output)
+                case Finished():
+                    self._settle([decision])
                 case Preempted(request):
                     moved = True
                     self._lifecycle.preempt(request)

@@ -1,6 +1,6 @@
 """What every process of a service has in common: its limits, its health, its metrics, its pod.
 
-control_groups    the limits of this process's control groups
+cgroups           the limits of this process's cgroups
 fair_thread_pool  threads in which clients take turns
 fatal             error and exit code for a configuration that cannot work
 health            body of a pod's GET /health response

@@ -23,7 +23,7 @@ from baton_gateway.errors import APIError, error_body, gateway_failure
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
 from baton_gateway.metrics import GatewayMetrics
-from baton_protocol.process.control_groups import memory_limit
+from baton_protocol.process.cgroups import memory_limit
 
 logger = logging.getLogger(__name__)
 

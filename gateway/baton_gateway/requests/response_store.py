@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_gateway.errors import APIError
-from baton_protocol.process.control_groups import memory_limit
+from baton_protocol.process.cgroups import memory_limit
 from baton_text.chat_messages import ChatMessage
 from baton_text.responses.responses_api import Response
 

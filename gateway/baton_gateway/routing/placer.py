@@ -100,16 +100,16 @@ class Placer:
         group, failure = state.sequence.group, state.last_failure
         if group is None or (failure is not None and not failure.ends_group):
             return Placement(await self._choose(state))
-        last = 0 if state.last_placement is None else state.last_placement.ready_epoch
+        lost = 0 if state.last_placement is None else state.last_placement.ready_epoch
         async with group.lock:
-            placement = group.placements.get(last)
+            placement = group.placements.get(lost)  # for another sample of the lost engine
             if (
                 placement is None
                 or not placement.is_available
                 or not _requirements(state).accept(placement.member)
             ):
                 placement = Placement(await self._choose(state), group.group_id)
-                group.placements[last] = placement
+                group.placements[lost] = placement
             return placement
 
     async def _choose(self, state: RetryState) -> PoolMember:
@@ -161,17 +161,28 @@ class Placer:
         )
 
     def _timeout_s(self, state: RetryState) -> float:
-        """Return how many seconds to wait for an engine that has not yet received the sequence."""
-        has_begun, failure = state.sequence.has_begun, state.last_failure
+        """Return how many seconds to wait for an engine that has not yet received the sequence.
+
+        | last failure                             | before the first token | after it      |
+        | ---------------------------------------- | ---------------------- | ------------- |
+        | none                                     | queue_wait_s           | -             |
+        | the engine is gone (no code)             | resume_wait_s          | resume_wait_s |
+        | DRAINING                                 | queue_wait_s           | resume_wait_s |
+        | OVERLOADED                               | 0                      | 0             |
+        | another code, an engine is expected      | queue_wait_s           | resume_wait_s |
+        | another code, no engine is expected      | 0                      | 0             |
+        """
+        failure = state.last_failure
         if failure is None:
             return self._queue_wait_s
-        if failure.code is None or (has_begun and failure.code is ErrorCode.DRAINING):
+        if failure.code is None:
             return self._resume_wait_s  # an accepted request waits for a replacement
-        if failure.code is ErrorCode.DRAINING:
-            return self._queue_wait_s
-        if failure.code is ErrorCode.OVERLOADED or not self._pool.is_expecting("decode"):
+        may_wait = failure.code is ErrorCode.DRAINING or (
+            failure.code is not ErrorCode.OVERLOADED and self._pool.is_expecting("decode")
+        )
+        if not may_wait:
             return 0.0
-        return self._resume_wait_s if has_begun else self._queue_wait_s
+        return self._resume_wait_s if state.sequence.has_begun else self._queue_wait_s
 
     async def _wait_for_capacity(
         self, state: RetryState, requirements: Requirements

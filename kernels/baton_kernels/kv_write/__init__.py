@@ -5,8 +5,8 @@
 Values are stored in the same way. Tokens with a negative slot (padding, warm-up) are not stored. No
 caller uses the scales yet. They are for fp8 KV caches.
 
-The implementations are C++ (../cpu/source/elementwise.h), torch (torch_cpu.py) and Triton
-(triton_kernel.py).
+The implementations are C++ (../cpu/source/tensor_ops.h), torch
+(torch_cpu.py) and Triton (triton_kernel.py).
 
 Counted cost (`benchmarks/kernels/costs.py`):
 

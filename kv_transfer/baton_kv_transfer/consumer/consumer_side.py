@@ -83,7 +83,7 @@ class ConsumerSide:
         if load is not None:
             now = self._clock()
             self._loads.fail(load, FailureReason.CANCELLED, "cancelled", now)
-            self._loads.update_state(load, now)
+            self._loads.advance(load, now)
 
     def fail_all(self, reason: str) -> Iterator[tuple[str, LoadResult]]:
         """Fail and end every load. Call this only after closing the agent.
@@ -119,13 +119,13 @@ class ConsumerSide:
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
             self._verify_blocks()
-            yield from self._loads.update_states(now)  # pushed blocks may have completed loads
+            yield from self._loads.advance_all(now)  # pushed blocks may have completed loads
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
         self._verify_blocks()
         # Deadlines are checked after the messages, because a message may extend or end a load.
-        yield from self._loads.update_states(now)
+        yield from self._loads.advance_all(now)
         self._loads.check_deadlines(now)
         for peer in self._peers:
             if peer.error:
@@ -133,7 +133,7 @@ class ConsumerSide:
         if why_fenced := self._fence_needed(now):
             self._fence(why_fenced, now)
         # Ends loads that a deadline, a lost peer or the fence has failed.
-        yield from self._loads.update_states(now)
+        yield from self._loads.advance_all(now)
         self._send_heartbeats(now)
 
     def take_fence(self) -> bool:
@@ -226,7 +226,7 @@ class ConsumerSide:
             for rank_transfer in load.rank_transfers:
                 self._loads.release(rank_transfer)
                 rank_transfer.end_writes()
-            self._loads.update_state(load, now)
+            self._loads.advance(load, now)
         for peer in self._peers:
             self._peers.remove(peer)
             self._verifier.drop_peer(peer)

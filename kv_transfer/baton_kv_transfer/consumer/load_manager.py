@@ -108,7 +108,7 @@ class LoadManager:
             missing=np.zeros(num_blocks, dtype=np.int32),
         )
         self._loads[request.transfer_id] = load
-        self.update_state(load, now)
+        self.advance(load, now)
 
     def heartbeat_s(self, peer: Peer) -> float:
         """Return the interval in seconds between heartbeats to a worker of the producer."""
@@ -120,8 +120,8 @@ class LoadManager:
 
     # A load's states
 
-    def update_states(self, now: float) -> Iterator[tuple[str, LoadResult]]:
-        """Update all loads in rounds, send RELEASE messages and post reads.
+    def advance_all(self, now: float) -> Iterator[tuple[str, LoadResult]]:
+        """Advance all loads in rounds, send RELEASE messages and post reads.
 
         If a load ends in a round, another round follows, because the load may have freed slots.
 
@@ -132,18 +132,18 @@ class LoadManager:
         while has_ended:  # until no load has ended in the round
             count = len(self._loads)
             for load in self:
-                self._change_state(load, now)
+                self._take_transitions(load, now)
             has_ended = len(self._loads) < count
         yield from self.take_finished()
         self._send_releases()
         self._verifier.post()
 
-    def update_state(self, load: Load, now: float) -> None:
-        """Move one load through its states as far as possible."""
-        self._change_state(load, now)
+    def advance(self, load: Load, now: float) -> None:
+        """Move one load through its states as far as possible, and send RELEASE messages."""
+        self._take_transitions(load, now)
         self._send_releases()
 
-    def _change_state(self, load: Load, now: float) -> None:
+    def _take_transitions(self, load: Load, now: float) -> None:
         if load.state is LoadState.HANDSHAKE and load.lead_peer.is_ready:
             self._open_rank_transfers(load, now)
         if load.state is LoadState.LOADING:
@@ -185,7 +185,7 @@ class LoadManager:
         """Send SUBSCRIBE to a ready worker of the producer.
 
         A load without blocks sends no SUBSCRIBE, only RELEASE at its end. With push, SUBSCRIBE is
-        sent only when the load has its slots. Until then, `update_states` tries again.
+        sent only when the load has its slots. Until then, `advance_all` tries again.
         """
         load, peer, rank = rank_transfer.load, rank_transfer.peer, rank_transfer.rank
         expected, heads = load.lead_peer.ranks[rank].heads, peer.own_heads
@@ -198,7 +198,7 @@ class LoadManager:
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
         if load.push and load.slots is None and not self._try_take_slots(load):
-            return  # update_states tries again, until the deadline of this per-rank transfer
+            return  # advance_all tries again, until the deadline of this per-rank transfer
         rank_transfer.state = RankTransferState.PUSHING if load.push else RankTransferState.OPEN
         self._record_progress(rank_transfer, now)
         if load.num_blocks == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import shutil
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,14 @@ LAST_STATUS_S = 2.0
 T = TypeVar("T")
 
 
+class _Cleanup(enum.Enum):
+    """What a worker removes after the pod's processes have ended."""
+
+    POD_AND_FOLDER = enum.auto()
+    FOLDER = enum.auto()  #: The pod object no longer exists.
+    NOTHING = enum.auto()  #: The kubelet ends, and the next kubelet continues the pod.
+
+
 class PodWorker:
     """Runs one pod, identified by its uid.
 
@@ -56,9 +65,7 @@ class PodWorker:
         self._folder = folder
         self._dirty = asyncio.Event()
         self._terminating = asyncio.Event()
-        #: True if the worker must not delete the pod: it is deleted already, or the kubelet stops.
-        self._gone = False
-        self._keep_folder = False
+        self._cleanup = _Cleanup.POD_AND_FOLDER
         self._deadline = float("inf")
         #: The status that was last written.
         self._written: Object | None = None
@@ -108,7 +115,8 @@ class PodWorker:
 
     def forget(self) -> None:
         """Stop the pod's processes. Write no status, because the pod object no longer exists."""
-        self._gone = True
+        if self._cleanup is _Cleanup.POD_AND_FOLDER:
+            self._cleanup = _Cleanup.FOLDER
         self._terminate(MIN_GRACE_S)
 
     def shut_down(self, grace_s: float) -> None:
@@ -116,8 +124,7 @@ class PodWorker:
 
         Keep the pod object and the pod's folder.
         """
-        self._keep_folder = True
-        self._gone = True
+        self._cleanup = _Cleanup.NOTHING
         self._terminate(grace_s)
 
     def log(self, container: str, *, previous: bool) -> tuple[Path, ContainerLog | None] | None:
@@ -145,18 +152,18 @@ class PodWorker:
             await self._terminating.wait()
             # If only the kubelet stops, the next kubelet continues the pod, so the phase is not
             # final.
-            self.runtime.stopping = not self._keep_folder
+            self.runtime.stopping = self._cleanup is not _Cleanup.NOTHING
             await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
         finally:
             for task in (lifecycle, writer):
                 task.cancel()
             await asyncio.gather(lifecycle, writer, return_exceptions=True)
-        if not self._gone:
+        if self._cleanup is _Cleanup.POD_AND_FOLDER:
             await self._delete()
-        elif self._keep_folder:
+        elif self._cleanup is _Cleanup.NOTHING:
             await self._write_last_status()
         self._pool.release(self._address)
-        if not self._keep_folder:
+        if self._cleanup is not _Cleanup.NOTHING:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @property
@@ -324,7 +331,7 @@ class PodWorker:
         for runner in self.runners.values():
             runner.mark_terminated()
         delay = 0.2
-        while not self._gone:
+        while self._cleanup is _Cleanup.POD_AND_FOLDER:
             await self._write_status()
             try:
                 await self._dependencies.api.delete(self._path, grace_s=0, uid=self.uid)

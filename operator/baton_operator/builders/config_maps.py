@@ -83,7 +83,7 @@ GATEWAY = (
 )
 
 
-def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
+def build(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
     """Return the ConfigMap with the configuration of `role`, under the key `<role>.json`."""
     config = gateway_config(resolved) if role == "gateway" else engine_config(resolved, role)
     text = msgspec.json.format(msgspec.json.encode(_set_fields(config)), indent=2).decode() + "\n"

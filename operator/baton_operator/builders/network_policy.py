@@ -21,7 +21,7 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "baton", "app.kubernetes.io/compone
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
-def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object | Absent:
+def build_members(resolved: ResolvedService, operator_namespace: str | None) -> Object | Absent:
     """Return the NetworkPolicy of engines; Absent if the spec turns it off.
 
     The policy admits requests from the service's gateways, connections between engines, and HTTP
@@ -39,7 +39,7 @@ def members_policy(resolved: ResolvedService, operator_namespace: str | None) ->
     return _policy(resolved, name, members, rules)
 
 
-def coordinator_policy(
+def build_coordinator(
     resolved: ResolvedService, operator_namespace: str | None, *, has_coordinator: bool
 ) -> Object | Absent:
     """Return the NetworkPolicy of the coordinator.

@@ -30,7 +30,7 @@ def generate() -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def secret(resolved: ResolvedService, key: bytes) -> Object:
+def build(resolved: ResolvedService, key: bytes) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Secret",

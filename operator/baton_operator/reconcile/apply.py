@@ -116,7 +116,7 @@ async def ensure_service_key(
     name = names.service_key_name(resolved.name)
     if present is None:
         present = await kube.create(
-            service_key_secret.secret(resolved, service_key_secret.generate())
+            service_key_secret.build(resolved, service_key_secret.generate())
         )
     if not controlled_by(present, resolved.uid):
         raise NameConflict("Secret", name)

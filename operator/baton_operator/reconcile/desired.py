@@ -125,9 +125,9 @@ def compute_desired(
     gateway = gateway_deployment.build(resolved)
     # NetworkPolicies come before the pods that they protect.
     parts: list[Object | Absent] = [
-        *(config_maps.config_map(resolved, role) for role in configured),
-        network_policy.members_policy(resolved, operator_namespace),
-        network_policy.coordinator_policy(
+        *(config_maps.build(resolved, role) for role in configured),
+        network_policy.build_members(resolved, operator_namespace),
+        network_policy.build_coordinator(
             resolved, operator_namespace, has_coordinator=has_coordinator
         ),
         engine_account.build(resolved),

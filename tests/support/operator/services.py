@@ -123,5 +123,5 @@ def pod(
 
 def decoded_config(role: ConfiguredRole, type_: type[Any], **spec: Any) -> Any:
     """Return the configuration of a role as the component decodes it."""
-    config_map = config_maps.config_map(resolved(**spec), role)
+    config_map = config_maps.build(resolved(**spec), role)
     return msgspec.json.decode(config_map["data"][f"{role}.json"], type=type_)

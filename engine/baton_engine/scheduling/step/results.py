@@ -157,7 +157,7 @@ class StepResults:
             self.counters.num_nans_in_logits += output.num_nans_in_logits
         if reason is not None:
             return Finished(request, output)
-        self.outputs.emit(request, output)
+        self.outputs.add(request, output)
         return None
 
     def _report_beam(

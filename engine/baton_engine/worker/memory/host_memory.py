@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 
-from baton_protocol.process.control_groups import ROOT, control_groups
+from baton_protocol.process.cgroups import ROOT, cgroups
 
-#: Names in a control group of version 2 and 1: the files with the memory limit and with the memory
+#: Names in a cgroup of version 2 and 1: the files with the memory limit and with the memory
 #: in use, and the fields of memory.stat for the page cache and for shared memory. The page cache
 #: includes shared memory.
 _VERSION_2 = ("memory.max", "memory.current", "file", "shmem")
@@ -19,10 +19,10 @@ def available_host_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can still allocate without swapping or an OOM kill.
 
     The result is the minimum of the machine's available memory and the memory that the limits of
-    the process's control groups leave. Page cache counts as available, because the kernel reclaims
+    the process's cgroups leave. Page cache counts as available, because the kernel reclaims
     page cache.
     """
-    lefts = map(_left_in, control_groups(root, "memory"))
+    lefts = map(_left_in, cgroups(root, "memory"))
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
 
 

@@ -123,7 +123,7 @@ def _own_template(
     The arguments are those of `pod_template`.
     """
     source = model_volume.source(resolved.spec.model, role, resolved.namespace)
-    config_map = config_maps.config_map(resolved, role)["metadata"]["name"]
+    config_map = config_maps.build(resolved, role)["metadata"]["name"]
     mounted = [
         (
             {"name": "config", "configMap": {"name": config_map}},

@@ -110,7 +110,7 @@ class Network:
             return self._meetings.setdefault((generation.nonce, name), Meeting(generation.size))
 
 
-class FakeControlGroup:
+class FakeVoteGroup:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
@@ -262,11 +262,11 @@ class Rank:
         for output in outputs:
             self.outputs[output.request_id].append(output)
 
-    def _join(self, generation: Generation, rank: int) -> FakeControlGroup:
+    def _join(self, generation: Generation, rank: int) -> FakeVoteGroup:
         if self.join_fails:
             raise TimeoutError(self.join_fails)
         self.network.meeting(generation, "join").exchange(rank, self.name)
-        return FakeControlGroup(self.network.meeting(generation, "control"), rank)
+        return FakeVoteGroup(self.network.meeting(generation, "votes"), rank)
 
     # The link
 

@@ -192,7 +192,7 @@ def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wake
     form(ranks)
     begin(ranks, [4, 2], 200)
     ranks[1].frozen.set()
-    votes = network.meeting(ranks[0].core.generation, "control")
+    votes = network.meeting(ranks[0].core.generation, "votes")
     ranks[0].until(lambda: votes.num_waiting == 2, "a wait for the frozen rank")
     survivors = [ranks[0], ranks[2]]
     commit(generation(2, survivors, urgent=True), survivors, serving=survivors)
@@ -208,7 +208,7 @@ def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wake
     assert ranks[1].text("again") == continuation([1, 1], 10, ignore_eos=True)
 
 
-@pytest.mark.parametrize("cause", ["workers", "control group"])
+@pytest.mark.parametrize("cause", ["workers", "vote group"])
 def test_a_failed_preparation_is_reported_and_the_old_generation_keeps_serving(
     start, cause
 ) -> None:

@@ -73,7 +73,7 @@ def test_an_engine_configuration_has_only_the_fields_of_the_spec() -> None:
         got.scheduler.max_num_batched_tokens
         == EngineConfig(model=got.model).scheduler.max_num_batched_tokens
     )
-    plain = json.loads(config_maps.config_map(resolved(), "decode")["data"]["decode.json"])
+    plain = json.loads(config_maps.build(resolved(), "decode")["data"]["decode.json"])
     assert "cache" not in plain
 
 
@@ -92,9 +92,9 @@ def test_a_gateway_configuration_has_the_service_and_the_served_name() -> None:
 
 def test_default_access_settings_do_not_change_the_revision() -> None:
     """The revision must not change with an operator that has more fields."""
-    plain = config_maps.config_map(resolved(), "gateway")["data"]["gateway.json"]
+    plain = config_maps.build(resolved(), "gateway")["data"]["gateway.json"]
     assert "access" not in plain
-    assert "pipeline" not in config_maps.config_map(resolved(), "decode")["data"]["decode.json"]
+    assert "pipeline" not in config_maps.build(resolved(), "decode")["data"]["decode.json"]
 
 
 @pytest.mark.parametrize(("role", "stages"), [("decode", 3), ("prefill", 1)])

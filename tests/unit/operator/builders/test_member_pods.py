@@ -36,5 +36,5 @@ def test_a_member_pod() -> None:
         volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume
     ]
     assert mounted == [
-        config_maps.config_map(resolved(engine={"numThreads": 2}), "decode")["metadata"]["name"]
+        config_maps.build(resolved(engine={"numThreads": 2}), "decode")["metadata"]["name"]
     ]

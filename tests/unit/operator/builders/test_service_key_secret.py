@@ -91,7 +91,7 @@ def test_the_key_is_random_and_immutable_and_its_name_does_not_reveal_it() -> No
     first, second = service_key_secret.generate(), service_key_secret.generate()
     assert (len(first), len(bytes.fromhex(first.decode()))) == (64, 32)
     assert first != second
-    secret = service_key_secret.secret(resolved(), first)
+    secret = service_key_secret.build(resolved(), first)
     assert (secret["metadata"]["name"], secret["immutable"]) == ("demo-key", True)
     key = service_key_secret.read(secret)
     assert key.bearer == ServiceKey(first).bearer

@@ -157,14 +157,14 @@ def _plan_layer(
     held = [set(slots) for slots in before]
     if not any(held):
         return fresh.layer
-    good_enough = (1 + tolerance) * max(fresh.rank_loads)
+    load_limit = (1 + tolerance) * max(fresh.rank_loads)
     num_held = [sum(expert in experts for experts in held) for expert in range(len(load))]
     for wanted in (_replicate(load, num_ranks, num_slots, num_held), copies):
         packing = _Packing(load, wanted, num_slots, held)
         packing.keep()
         packing.pack()
-        packing.refine(good_enough)
-        if max(packing.rank_loads) <= good_enough:
+        packing.refine(load_limit)
+        if max(packing.rank_loads) <= load_limit:
             return packing.layer
     return _permute_for_few_moves(fresh.layer, held)
 
@@ -298,20 +298,23 @@ class _Packing:
             if self._has_room(rank):
                 heapq.heappush(free, (self.rank_loads[rank], rank))
 
-    def refine(self, good_enough: float) -> None:
-        """Swap copies while the heaviest rank's load is above `good_enough` and a swap helps.
+    def refine(self, load_limit: float) -> None:
+        """Swap copies while the heaviest rank's load is above `load_limit` and a swap helps.
 
         `_best_swap` describes which swaps help.
+
+        Args:
+            load_limit: load up to which a rank counts as balanced, in tokens.
         """
         while True:
             lightest_first = sorted(
                 range(len(self.ranks)), key=lambda rank: (self.rank_loads[rank], rank)
             )
             heavy = lightest_first.pop()
-            if self.rank_loads[heavy] <= good_enough:
+            if self.rank_loads[heavy] <= load_limit:
                 return
             for light in lightest_first:
-                swap = self._best_swap(heavy, light, good_enough)
+                swap = self._best_swap(heavy, light, load_limit)
                 if swap is not None:
                     break
             else:
@@ -322,12 +325,13 @@ class _Packing:
             self._add(there, light)
             self._add(back, heavy)
 
-    def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
+    def _best_swap(self, heavy: int, light: int, load_limit: float) -> tuple[int, int] | None:
         """Return the best swap of experts between `heavy` and `light`, or None if no swap helps.
 
         A swap helps if afterwards both ranks have less load than `heavy` has now. Of the swaps
-        after which both loads are at most `good_enough`, the best one moves the fewest experts. If
-        there is no such swap, the best one has the lowest maximum of both loads.
+        after which both loads are at most `load_limit`, the best one leaves the fewest experts on
+        ranks that do not hold them yet. If there is no such swap, the best one has the lowest
+        maximum of both loads.
 
         Returns:
             (expert that leaves `heavy`, expert that leaves `light`).
@@ -344,7 +348,7 @@ class _Packing:
                 load = max(high - gain, low + gain)
                 moves = (there not in self.held[light]) + (back not in self.held[heavy])
                 moves -= (there not in self.held[heavy]) + (back not in self.held[light])
-                candidate = (max(load, good_enough), moves, load, there, back)
+                candidate = (max(load, load_limit), moves, load, there, back)
                 if load < high * (1 - 1e-9) and (best is None or candidate < lightest):
                     best, lightest = (there, back), candidate
         return best

@@ -1,4 +1,4 @@
-"""The control groups (cgroups) of this process, by which Kubernetes limits a container."""
+"""The cgroups (control groups) of this process, by which Kubernetes limits a container."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path("/")
 
 
-def control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups and of their parent groups.
+def cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups and of their parent groups.
 
     Args:
         root: folder that contains the file systems `proc` and `sys`.
@@ -36,10 +36,10 @@ def control_groups(root: Path, controller: str) -> Iterator[Path]:
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the memory limit of this process in bytes. None: no limit.
 
-    The result is the lowest limit of the process's own control group and all parent groups.
+    The result is the lowest limit of the process's own cgroup and all parent groups.
     """
     limits = []
-    for group in control_groups(root, "memory"):
+    for group in cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
             with suppress(OSError, ValueError):  # "max" is not a number
                 limits.append(int((group / name).read_text()))

@@ -1,4 +1,4 @@
-"""The memory limit of a container, from the files of both versions of control groups."""
+"""The memory limit of a container, from the files of both versions of cgroups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_protocol.process.control_groups import memory_limit
+from baton_protocol.process.cgroups import memory_limit
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The control group, in which the ranks of a generation exchange votes before each step."""
+"""The vote group, in which the ranks of a generation exchange votes before each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton_protocol.topology import Generation, StartWave, TopologyMember
 CPU = torch.device("cpu")
 
 
-class ControlGroup:
+class VoteGroup:
     """A CPU process group in which the engine cores of one generation exchange votes.
 
     Exchanges run in a separate thread, so that the waiting main thread can handle signals.
@@ -68,15 +68,15 @@ class WaveSender(Protocol):
     def end_start(self) -> None: ...
 
 
-def join_control_group(
+def join_vote_group(
     generation: Generation,
     rank: int,
     *,
     join_timeout_s: float,
     timeout_s: float,
     secret: bytes,
-) -> ControlGroup:
-    """Join the control group of a generation through the generation's store.
+) -> VoteGroup:
+    """Join the vote group of a generation through the generation's store.
 
     Args:
         generation: the generation to join.
@@ -90,6 +90,6 @@ def join_control_group(
         GroupBrokenError: a member joined, but has ended or disconnected.
     """
     group = join_generation(
-        "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret
+        "votes", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret
     )
-    return ControlGroup(group, f"control-{generation.number}")
+    return VoteGroup(group, f"votes-{generation.number}")
