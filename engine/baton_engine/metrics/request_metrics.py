@@ -92,7 +92,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Progress:
-    """Times and lengths of an unfinished request."""
+    """Times and numbers of tokens of an unfinished request."""
 
     arrived: float
     #: Time of the request's first step.
@@ -104,7 +104,7 @@ class _Progress:
 
 
 class RequestMetrics:
-    """Records the latencies and lengths of requests in histograms."""
+    """Records the latencies and the numbers of tokens of requests in histograms."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

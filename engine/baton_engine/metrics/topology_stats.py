@@ -13,10 +13,10 @@ _PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 class TopologyStats(msgspec.Struct, kw_only=True):
     """Gauges and counters of a rank of an expert-parallel group.
 
-    The fields up to `wave_running` are gauges. The fields after `wave_running` are counters since
-    start.
+    The gauges come first, and then the counters since start.
     """
 
+    # Gauges
     phase: RankPhase
     #: Number of the generation. 0: none.
     generation: int = 0
@@ -26,6 +26,7 @@ class TopologyStats(msgspec.Struct, kw_only=True):
     #: Number of the running wave. Outside a wave: number of the next wave.
     wave: int = 0
     wave_running: bool = False
+    # Counters
     #: Number of steps run together with the other ranks.
     num_steps: int = 0
     #: Dummy batches: steps in which this rank only ran its experts for other ranks.

@@ -40,7 +40,7 @@ class LoadedModel:
     def forward(self) -> ForwardRunner:
         if self._forward is None or self._is_on_host:
             raise RuntimeError(
-                "this runner has no weights: call load_model() first, or wake_up() after sleep()"
+                "the model has no weights: call load_model() first, or wake_up() after sleep()"
             )
         return self._forward
 

@@ -137,7 +137,7 @@ class Worker:
 
     def num_available_blocks(self) -> tuple[int, int]:
         """Return the numbers of (device blocks, host swap blocks) that fit on this rank."""
-        return profile_num_blocks(self._loaded)
+        return profile_num_blocks(self._model_runner)
 
     def initialize_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Allocate the KV cache. Pass the same numbers of blocks to all ranks.
@@ -146,8 +146,8 @@ class Worker:
             num_blocks: number of blocks on the device.
             num_swap_blocks: number of host blocks for swapped requests.
         """
-        self._loaded.allocate_kv_cache(num_blocks, num_swap_blocks)
-        spec, model = self._loaded.spec, self._loaded.spec.model_config
+        self._model_runner.allocate_kv_cache(num_blocks, num_swap_blocks)
+        spec, model = self._model_runner.spec, self._model_runner.spec.model_config
         self._info = ModelInfo(
             num_blocks=num_blocks,
             vocab_size=model.vocab_size,
@@ -173,7 +173,7 @@ class Worker:
 
     def warm_up(self) -> None:
         """Compile the model and run a few batches before the first request. Collective."""
-        self._loaded.warm_up()
+        self._model_runner.warm_up()
 
     def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
         """Create the KV connector, if one is configured. Peers are not served before `connect`.
@@ -190,7 +190,7 @@ class Worker:
         """
         if not self._transfers:
             return None
-        spec, host = self._loaded.spec, pod_ip()
+        spec, host = self._model_runner.spec, pod_ip()
         try:
             self.connector = TransferConnector(
                 self.config.kv_transfer,
@@ -216,7 +216,7 @@ class Worker:
         """
         if self.connector is None:
             return
-        kv = self._loaded.kv
+        kv = self._model_runner.kv
         assert kv is not None, "initialize_cache() first"
         try:
             self._peer_memory = self.make_peer_memory(kv.cache, kv.layout)
@@ -239,7 +239,7 @@ class Worker:
 
         Peers can load published blocks before the step has ended.
         """
-        runner = self._loaded
+        runner = self._model_runner
         self._step = self._unpublished = step
         if step.store:  # before a transfer may write to these blocks
             runner.store_evicted(step)
@@ -262,7 +262,7 @@ class Worker:
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = (
-            self._loaded.sample_tokens(grammar)
+            self._model_runner.sample_tokens(grammar)
             if step.reaches_model_runner
             else ModelRunnerOutput()
         )
@@ -339,7 +339,7 @@ class Worker:
         Raises:
             ValueError: the level is unknown.
         """
-        sleep(self._loaded, level)
+        sleep(self._model_runner, level)
 
     def wake_up(self, tags: list[str] | None = None) -> str:
         """Restore the weights and an empty KV cache after `sleep`.
@@ -347,8 +347,8 @@ class Worker:
         Returns:
             `ModelSpec.compatibility_hash`, which changes if other weights were loaded.
         """
-        wake_up(self._loaded, tags)
-        return self._loaded.spec.compatibility_hash
+        wake_up(self._model_runner, tags)
+        return self._model_runner.spec.compatibility_hash
 
     def start_profile(self) -> None:
         """Start to record steps with torch's profiler.
@@ -367,7 +367,7 @@ class Worker:
         """Disconnect from peers and leave all groups. Idempotent."""
         if self._info is not None:  # steps may be running on the device
             with suppress(RuntimeError):  # a failed step has reported its error
-                self._loaded.finish_steps()
+                self._model_runner.finish_steps()
         if self.connector is not None:
             self.connector.shutdown()
             self.connector = None
@@ -408,7 +408,7 @@ class Worker:
         self.parallel = ParallelContext()
 
     @property
-    def _loaded(self) -> ModelRunner:
+    def _model_runner(self) -> ModelRunner:
         assert self._runner is not None, "load_model() first"
         return self._runner
 

@@ -117,7 +117,7 @@ class DeferringWorker(Worker):
 
     def load_model(self) -> None:
         super().load_model()
-        defer_tokens(self._loaded)
+        defer_tokens(self._model_runner)
 
     def execute_model(self, step: SchedulerOutput) -> None:
         super().execute_model(step)

@@ -165,7 +165,7 @@ class FramedSocket:
         return True
 
     def flush(self) -> None:
-        """Send waiting bytes until the socket accepts no more, or the call reaches its limit."""
+        """Send waiting bytes until the socket accepts no more, at most about 4 MiB."""
         num_bytes = 0
         try:
             while self.has_outgoing and num_bytes < _MAX_BYTES_PER_CALL:
