@@ -64,8 +64,8 @@ class EngineCore(UtilityMethods):
             take_aborts: returns the ids of requests that clients have aborted since the last call.
                 Called after each run of the model, so that no tokens are sent to a client that has
                 just disconnected.
-            request_metrics: receives latencies and lengths of requests. None: these metrics
-                are not exported.
+            request_metrics: receives latencies and numbers of tokens of requests. None: these
+                metrics are not exported.
             on_executor_failure: called with the reason, from any thread, when a worker process dies
                 or a step takes longer than `parallel.step_timeout_s`.
 

@@ -1,7 +1,7 @@
 """The offline API: an engine in the caller's process.
 
 llm              `LLM`: generate, chat, beam_search, embed, score
-async_llm        `AsyncLLM`: the same for asyncio, with streams
+async_llm        `AsyncLLM`: generate and chat for asyncio, with streams
 local_model      what `LLM` and `AsyncLLM` share: the engine core, the tokenizer, defaults
 model_fetch      downloads a model that is not a local folder
 params           sampling and beam-search parameters, and their checks

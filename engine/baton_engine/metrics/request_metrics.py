@@ -1,4 +1,4 @@
-"""Histograms of request latencies and lengths, updated with accepted requests and with outputs.
+"""Histograms of latencies and numbers of tokens, updated with new requests and with outputs.
 
 Times are differences of `time.monotonic()` in the engine process. Recording an output costs a few
 dict and list operations.

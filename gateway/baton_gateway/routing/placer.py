@@ -168,7 +168,7 @@ class Placer:
         | none                                     | queue_wait_s           | -             |
         | the engine is gone (no code)             | resume_wait_s          | resume_wait_s |
         | DRAINING                                 | queue_wait_s           | resume_wait_s |
-        | OVERLOADED                               | 0                      | 0             |
+        | OVERLOADED                               | 0                      | -             |
         | another code, an engine is expected      | queue_wait_s           | resume_wait_s |
         | another code, no engine is expected      | 0                      | 0             |
         """

@@ -165,7 +165,7 @@ class FramedSocket:
         return True
 
     def flush(self) -> None:
-        """Send waiting bytes until the socket accepts no more, at most about 4 MiB."""
+        """Send waiting bytes until the socket accepts no more, at most about 4 MiB of data."""
         num_bytes = 0
         try:
             while self.has_outgoing and num_bytes < _MAX_BYTES_PER_CALL:

@@ -1,6 +1,6 @@
 """A scheduler's state with requests in chosen places, for tests that ask one part for decisions.
 
-For the tests of admission, running requests and preemption.
+For the tests of admission, running requests, preemption and the lifecycle of requests.
 """
 
 from __future__ import annotations

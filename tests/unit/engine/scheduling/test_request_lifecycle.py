@@ -1,4 +1,4 @@
-"""What the application of each decision changes: status, queues, blocks and counters."""
+"""What the application of decisions changes: status, queues, blocks and counters."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def test_a_loading_request_leaves_the_queue_and_is_counted_once() -> None:
     assert state.queues.loading == {"a": request}
     assert state.counters.prompt_tokens == 8
     lifecycle.compute_again(request)
+    lifecycle.start(_step(state), request, (), None)
     assert state.counters.prompt_tokens == 8
 
 
@@ -74,6 +75,8 @@ def test_a_preempted_request_waits_without_blocks() -> None:
         assert (request.num_computed_tokens, request.num_preemptions) == (0, 1)
         assert state.kv.num_free_blocks == NUM_BLOCKS
         assert request not in state.running.values()
+        assert request not in state.queues.loaded
+        assert request in state.queues.waiting
         assert state.counters.num_preemptions == 1
 
 
@@ -119,7 +122,7 @@ def test_a_finished_request_leaves_no_trace_wherever_it_was() -> None:
         assert not list(state.running.values())
         for queue in (state.queues.waiting, state.queues.waiting_to_load, state.queues.loaded):
             assert request not in queue
-        assert state.kv.num_free_blocks == NUM_BLOCKS
+        assert state.kv.num_free_blocks == state.kv.swap_pool.num_free_blocks == NUM_BLOCKS
 
 
 def test_a_request_that_ends_during_its_load_keeps_its_blocks() -> None:

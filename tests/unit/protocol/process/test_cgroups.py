@@ -36,5 +36,5 @@ def test_the_limit_of_version_1_is_read_at_the_root_of_a_container(tmp_path: Pat
     assert memory_limit(tmp_path) == 65536
 
 
-def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) is None
