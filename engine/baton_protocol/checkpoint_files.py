@@ -137,6 +137,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Return the folders that may contain a file of the checkpoint after links are resolved."""
+    """Return the folders in which a checkpoint's file may lie after its links are resolved."""
     snapshots = next((each for each in folder.parents if each.name == "snapshots"), None)
     return [folder] if snapshots is None else [folder, snapshots.parent / "blobs"]

@@ -184,7 +184,7 @@ class KVSide(enum.IntEnum):
 
 
 class KVTransferParams(_Wire):
-    """Parameters that one engine needs for the KV hand-off of a request with its peer engine."""
+    """Parameters of a request's KV hand-off, for one of the two engines that take part."""
 
     side: KVSide
     #: Equal on both engines, and unique per attempt.
@@ -263,7 +263,7 @@ PromptLogprobs = list[TokenLogprobs]
 
 
 class RoutedExperts(_Wire):
-    """The experts that computed each token, in a mixture-of-experts model."""
+    """The experts to which each token was routed, in a mixture-of-experts model."""
 
     #: (tokens, sparse layers, experts per token).
     shape: tuple[int, int, int]
@@ -272,7 +272,7 @@ class RoutedExperts(_Wire):
 
     @staticmethod
     def join(parts: Sequence[RoutedExperts]) -> RoutedExperts | None:
-        """Concatenate `parts`, which describe consecutive tokens. Return None if there are none."""
+        """Concatenate `parts`, which cover consecutive tokens. Return None if `parts` is empty."""
         if len(parts) <= 1:
             return parts[0] if parts else None
         _, num_layers, num_experts = parts[0].shape

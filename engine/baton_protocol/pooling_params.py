@@ -48,8 +48,8 @@ class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
         """Validate the parameters.
 
         Args:
-            task: what the model does.
-            hidden_size: number of entries of the model's embeddings.
+            task: the model's task.
+            hidden_size: largest value that `dimensions` may have.
 
         Raises:
             ValueError: a value is out of bounds. The message names the field and the bound.
@@ -72,10 +72,10 @@ NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def dot(first: bytes, second: bytes) -> float:
-    """Return the dot product of two packed vectors, which is the cosine if both are normalized."""
+    """Return the dot product of two `pooler_output` vectors: the cosine if both have length 1."""
     return math.fsum(map(operator.mul, unpack_vector(first), unpack_vector(second)))
 
 
 def unpack_vector(pooler_output: bytes) -> tuple[float, ...]:
-    """Return the numbers packed in `EngineCoreOutput.pooler_output`."""
+    """Return the float32 numbers that are packed in `EngineCoreOutput.pooler_output`."""
     return struct.unpack(f"<{len(pooler_output) // 4}f", pooler_output)

@@ -191,7 +191,7 @@ class SamplingParams(_Params):
         self._validate_beam_search()
 
     def _validate_token_ids(self) -> None:
-        """Validate the token lists, logit_bias and the numbers of logprobs. Raises ValueError."""
+        """Validate `logprobs`, `prompt_logprobs` and the fields of token ids. Raises ValueError."""
         _bound_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _bound_size("logit_bias", self.logit_bias or (), MAX_TOKEN_IDS)
         for token_id, bias in (self.logit_bias or {}).items():

@@ -105,7 +105,7 @@ class ServiceKey:
         return "ServiceKey(...)"  # never in a log
 
     def secret(self, purpose: str) -> bytes:
-        """Return the 32-byte secret that is derived for a purpose, such as `http`."""
+        """Return the 32-byte secret derived from this key for one purpose, such as `http`."""
         return hmac.digest(self._key, b"baton/" + purpose.encode(), hashlib.sha256)
 
     @property
@@ -166,9 +166,9 @@ class ServiceKey:
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("client")
 
     def _curve_keys(self, side: str) -> tuple[bytes, bytes]:
-        """Return the (public, private) key pair of "server" or "client", in Z85.
+        """Return the CurveZMQ key pair (public, private) of `side`, "server" or "client", in Z85.
 
-        The private key is a derived secret, because any 32 bytes are valid for Curve25519.
+        The private key is a `secret`. Any 32 bytes are a valid private key of Curve25519.
         """
         private = z85.encode(self.secret(f"curve/{side}"))
         return zmq.curve_public(private), private

@@ -135,7 +135,8 @@ def join_texts(
         types: the types that a part may have.
 
     Raises:
-        RequestError: a part has another type, or no text. `param` names the field.
+        RequestError: a part's type is not in `types`, or a part has no text. `param` names the
+            field.
     """
     if isinstance(content, str):
         return content

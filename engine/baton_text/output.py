@@ -49,13 +49,13 @@ class TextOutput:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of log-probabilities, including those of the prompt."""
+        """Number of all log-probabilities in this output, including those of the prompt."""
         of_prompt = sum(1 + len(item.top) for item in self.prompt_logprobs or ())
         return of_prompt + self.num_new_logprobs
 
     @property
     def num_new_logprobs(self) -> int:
-        """Number of log-probabilities of new tokens."""
+        """Number of log-probabilities of the new tokens and of their alternatives."""
         return sum(1 + len(item.top) for item in self.logprobs)
 
 
@@ -67,9 +67,9 @@ class OutputProcessor:
         stops: strings that end the text.
         include_stop: include the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings are ignored in the text of this many first tokens.
+        min_tokens: stop strings are ignored in the text of the first `min_tokens` tokens.
         stop_token_ids: stop tokens of the request. A stop token that ends the text becomes the
-            stop_reason.
+            `stop_reason` of the last TextOutput.
         reply_parser: divides the text into reasoning, content and tool calls.
         kept_token_ids: special tokens that `reply_parser` needs in the text.
     """
@@ -214,8 +214,9 @@ def completion_logprobs(
     Args:
         tokenizer: the model's tokenizer.
         logprobs: log-probabilities of consecutive tokens.
-        offset: number of characters before the first token of the result.
-        first_token_id: first token of the echoed prompt. The token has no logprob. None: no echo.
+        offset: `text_offset` of the first token of the result, in characters.
+        first_token_id: first token of an echoed prompt, for which `logprobs` has no entry. The
+            result begins with this token, without a logprob. None: no token is prepended.
     """
     result = CompletionLogprobs()
     text = tokenizer.token_text

@@ -362,7 +362,7 @@ def _growth(part: object) -> float:
 
 
 def _steps(part: object) -> Iterator[dict[str, Any]]:
-    """Yield all objects in a JSON value, including nested objects."""
+    """Yield the steps of a normalizer or decoder: all JSON objects in `part`, at any depth."""
     if isinstance(part, dict):
         yield part
     if isinstance(part, dict | list):

@@ -102,7 +102,7 @@ def error_body(path: str, error: APIError) -> ErrorBody | MessageError:
 
 
 def error_event(path: str, error: APIError) -> tuple[bytes, str]:
-    """Return the data and the name of the last event of a failed stream of the API at `path`."""
+    """Return the event that ends a failed stream of the API at `path`, as (data, name)."""
     if path == RESPONSES_PATH:
         event = ResponseError(message=error.message, code=error.code, param=error.param)
         return msgspec.json.encode(event), event.type

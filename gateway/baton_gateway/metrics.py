@@ -133,10 +133,10 @@ class GatewayMetrics:
 
 
 class TokenTimer:
-    """Records the token latencies of one sequence.
+    """Records the time to first token of one sequence, and the time per token of later outputs.
 
     Args:
-        arrived: monotonic time at which the request arrived.
+        arrived: monotonic time at which the request arrived, in seconds.
     """
 
     def __init__(self, metrics: GatewayMetrics, arrived: float) -> None:
@@ -145,7 +145,11 @@ class TokenTimer:
         self._has_tokens = False
 
     def on_tokens(self, count: int) -> None:
-        """Record `count` new tokens, which arrived in one output, and their latency."""
+        """Record an output with `count` new tokens that arrives now.
+
+        For the first output, the time since the request's arrival is recorded. For each later
+        output, the time since the previous output, divided by `count`, is recorded.
+        """
         now = time.monotonic()
         silence = now - self._last
         if self._has_tokens:

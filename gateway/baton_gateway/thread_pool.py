@@ -58,7 +58,7 @@ async def run_off_loop(
 
     Args:
         work: the function to run.
-        size: number of bytes that `work` processes.
+        size: size of the data that `work` processes, in bytes or tokens.
         inline: work of at most this size runs on the event loop, and larger work in a thread.
     """
     if size <= inline:
@@ -67,12 +67,13 @@ async def run_off_loop(
 
 
 async def run_tokenization(work: Callable[[], _Result], size: int) -> _Result:
-    """Tokenize or detokenize texts with `work`, without blocking the event loop for long.
+    """Run `work`, which tokenizes or detokenizes texts, and return its result.
 
-    Large texts are tokenized one after the other, because tokenization takes much memory.
+    The event loop is not blocked for long. Calls with more than LARGE_TEXT_BYTES run one after the
+    other, because tokenization takes much memory.
 
     Args:
-        size: bytes of the texts.
+        size: total bytes of the texts.
     """
     if size > LARGE_TEXT_BYTES:
         return await _run(_large_text_thread, work)
@@ -82,11 +83,14 @@ async def run_tokenization(work: Callable[[], _Result], size: int) -> _Result:
 async def run_encoding(
     work: Callable[[], _Result], size: int, inline: int, large: float = math.inf
 ) -> _Result:
-    """Encode a part of a response with `work`, without blocking the event loop for long.
+    """Run `work`, which encodes a part of a response, and return its result.
+
+    The event loop is not blocked for long.
 
     Args:
-        size: number of entries that `work` encodes; for vectors, their number of bytes.
-        inline: work of at most this size runs on the event loop.
+        size: number of tokens, log-probabilities or both that `work` encodes; for vectors, their
+            number of bytes.
+        inline: work of at most this size runs on the event loop, and larger work in a thread.
         large: calls with work above this size run one after the other, because such work takes
             much memory.
     """

@@ -98,7 +98,7 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
-    """The number of valid blocks of a load, and the reason if blocks are missing."""
+    """The number of leading valid blocks of a load, and the reason if blocks are missing."""
 
     #: Number of leading blocks that arrived and were verified. The content of the other blocks is
     #: undefined. Nothing writes to the load's blocks any more.
@@ -109,7 +109,7 @@ class LoadResult:
 
 @dataclass(slots=True)
 class ConnectorOutput:
-    """Transfers and loads that ended since the last `get_finished`, for the scheduler side."""
+    """Transfers and loads that have ended. `get_finished` returns them for the scheduler side."""
 
     #: Ids of transfers whose blocks no consumer reads any more. The blocks were fetched, the
     #: transfer was cancelled, or the lease expired.
@@ -198,8 +198,8 @@ class ConnectorStats(msgspec.Struct):
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
         """Return the sum of the statistics of several workers.
 
-        A transfer between several workers counts once for each worker. `failure` is that of the
-        first worker that has failed.
+        If several of the workers take part in a transfer, the transfer counts once for each of
+        them. `failure` is taken from the first entry of `parts` in which it is set.
         """
         total = ConnectorStats()
         for part in parts:
@@ -256,7 +256,7 @@ class KVConnectorWorker(abc.ABC):
 
     @abc.abstractmethod
     def get_finished(self) -> ConnectorOutput:
-        """Return the transfers and loads that ended since the last call."""
+        """Return the transfers and loads that ended since the previous call of this method."""
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:

@@ -230,7 +230,7 @@ class TransferConnector(KVConnectorWorker):
     def _check_blocks(
         self, transfer_id: str, block_ids: list[int], block_hashes: list[BlockHash]
     ) -> None:
-        """Check that each block id exists and has a hash.
+        """Check that the block ids exist, and that there is one hash for each block id.
 
         Raises:
             ValueError: an id is out of range, or there are more or fewer hashes than ids.
@@ -340,7 +340,7 @@ class TransferConnector(KVConnectorWorker):
             self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
-        """Close the agent, then fail all current and later loads and transfers until shutdown."""
+        """Close the agent. Until shutdown, fail every load and end every offered transfer."""
         self._agent.close()  # nothing writes to the engine's memory any more
         if self._consumer is not None:
             self._report(ConnectorOutput(load_results=dict(self._consumer.fail_all(reason))))

@@ -209,7 +209,7 @@ def _add_plan(commands: _Commands) -> None:
 
 
 def _simulated_s(text: str) -> float:
-    """Parse a number of seconds for the simulated clock, at most MAX_SIMULATED_S."""
+    """Parse a simulated duration in seconds, from 0 to MAX_SIMULATED_S."""
     value = arguments.not_negative(text)
     if value > MAX_SIMULATED_S:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_SIMULATED_S:g} s, got {text}")

@@ -53,9 +53,9 @@ class ClusterApi:
             await self._kube.apply(path, document, field_manager=FIELD_MANAGER, strict=True)
 
     async def _collection(self, document: Object) -> str:
-        """Return the API path for objects of the kind and namespace of `document`.
+        """Return the API path of the collection to which the object `document` belongs.
 
-        The kinds are read from the server's discovery API.
+        The server's discovery API maps the object's kind to the path.
         """
         version, kind = document["apiVersion"], document["kind"]
         base = f"/apis/{version}" if "/" in version else f"/api/{version}"
@@ -140,8 +140,8 @@ class ClusterApi:
 
         Args:
             follow: whether to wait for further output.
-            tail: number of last lines; None: all lines.
-            previous: whether to read the log of the previous container, before the last restart.
+            tail: number of lines to read, from the end of the log; None: all lines.
+            previous: whether to read the log of the container that ran before the latest restart.
         """
         options = {"follow": str(follow).lower(), "previous": str(previous).lower()}
         if tail is not None:

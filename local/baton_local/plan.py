@@ -120,7 +120,7 @@ def _header(old: PreviewTarget | None, new: PreviewTarget, result: Preview) -> I
 def _steps(result: Preview) -> Iterator[str | Text]:
     """Yield the lines of each step.
 
-    A step has a table of members if a member has changed since the previous step.
+    The table of members is left out if it is the same as in the previous step.
     """
     newest = {group.role: group.revisions[1] for group in result.groups}
     before: Step | None = None

@@ -81,7 +81,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def final_failure(self) -> ServiceCondition | None:
-        """The first of Ready and ModelAvailable that is False for one of FINAL_REASONS, or None."""
+        """A condition Ready or ModelAvailable that is False for one of FINAL_REASONS; else None."""
         failures = (
             condition
             for condition in self.conditions

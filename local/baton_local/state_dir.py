@@ -94,7 +94,9 @@ class StateDir:
         self._info_path.unlink(missing_ok=True)
 
     def supervisor(self) -> int | None:
-        """Return the pid of the `baton up` that uses this folder; None if there is none.
+        """Return the pid of the `baton up` that holds the lock of this folder.
+
+        None means that no process holds the lock, or that the pid is not written yet.
 
         Raises:
             StateDirError: another user can change the folder, so the pid and the kubeconfig in it
@@ -142,10 +144,16 @@ class StateDir:
             raise StateDirError(text) from error
 
     def stop_supervisor(self, timeout_s: float) -> bool:
-        """Send SIGTERM to the running `baton up`, and SIGKILL if it is alive after `timeout_s`.
+        """Send SIGTERM to the running `baton up`, and SIGKILL if it does not end in time.
+
+        Args:
+            timeout_s: number of seconds from SIGTERM to SIGKILL.
 
         Returns:
-            Whether a supervisor was running.
+            Whether a `baton up` was running.
+
+        Raises:
+            StateDirError: the process has not ended 10 seconds after SIGKILL.
         """
         pid = self.supervisor()
         if pid is None:

@@ -18,7 +18,7 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that wraps lines on a terminal, and does not wrap in a pipe or file."""
+    """Return a console that wraps long lines only if its output is a terminal."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=PIPED_WIDTH)
 
@@ -106,7 +106,11 @@ class ProgressDisplay:
         return time.monotonic() - self._started
 
     def show(self, status: ServiceStatus) -> None:
-        """Update the table, or print a line for each condition that has changed."""
+        """Show `status`.
+
+        On a terminal, update the table. Otherwise, print a line for each condition that has changed
+        since the previous call.
+        """
         if self._live is not None:
             self._live.update(service_tables(status, self.elapsed_s))
         for condition in status.conditions:

@@ -30,7 +30,7 @@ _AUTHORITY_USAGE = x509.KeyUsage(
 
 @dataclass(frozen=True)
 class Certificates:
-    """Paths of PEM files: a certificate authority, and a server and a client certificate."""
+    """Paths of PEM files: a CA certificate, and server and client certificates with their keys."""
 
     authority: Path
     certificate: Path

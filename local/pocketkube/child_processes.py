@@ -66,7 +66,10 @@ class Children:
             raise ComponentError(f"{name} ended with exit code {code}\n{self.log_tail(name)}")
 
     def stop(self, names: Iterable[str]) -> None:
-        """Send SIGTERM to the named processes, and SIGKILL after `STOP_TIMEOUT_S`. Idempotent."""
+        """Send SIGTERM to the named processes, and wait until they have ended. Idempotent.
+
+        A process that still runs after `STOP_TIMEOUT_S` gets SIGKILL.
+        """
         processes = [self._processes.pop(name) for name in names if name in self._processes]
         for process in processes:
             process.send_signal(signal.SIGTERM)  # a no-op for a process that has ended

@@ -23,7 +23,7 @@ RESTARTS = BackoffPolicy()
 
 @dataclass(frozen=True)
 class Component:
-    """The name, command and extra environment of one process of the cluster."""
+    """One process of the cluster: its name, its command, and variables added to the environment."""
 
     name: str
     command: list[str]

@@ -11,7 +11,7 @@ from pocketkube.private_files import write_private
 
 
 def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
-    """Copy the kubeconfig `admin` to `path`, replace the bearer token, and return `path`."""
+    """Write to `path` the kubeconfig `admin` with the bearer token `token`. Return `path`."""
     document = yaml.safe_load(admin.read_text())
     document["users"][0]["user"] = {"token": token}
     write_private(path, yaml.safe_dump(document, sort_keys=False).encode())

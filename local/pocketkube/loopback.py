@@ -46,7 +46,7 @@ class LoopbackAddresses:
         self._added: set[str] = set()
 
     def remove_stale(self) -> None:
-        """Remove the addresses that a previous process recorded in the file."""
+        """Remove the addresses that a previous process added and recorded in `ledger`."""
         try:
             stale = json.loads(self._ledger.read_text())
         except (FileNotFoundError, ValueError):

@@ -36,7 +36,7 @@ class Networks:
 
 
 def claim_networks(control_plane: str) -> Networks:
-    """Claim the first free address ranges for pods and for Services.
+    """Claim two free address ranges: one for pods and one for Services.
 
     A claim is a Unix socket bound to an abstract name. All users of the same network namespace, and
     thus of the same loopback device, share these names. The kernel releases a claim when the

@@ -67,7 +67,7 @@ def parse_port(text: str) -> int:
 
 
 def _first_handed_out() -> int:
-    """Return the first port of the system's ephemeral range.
+    """Return the lowest port of the ephemeral range, from which the system assigns ports.
 
     The result is 0 if the range is unknown, or begins less than 5000 ports above `_FIRST`.
     """

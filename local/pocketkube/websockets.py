@@ -16,12 +16,12 @@ CLOSE_S = 3600.0
 
 
 def create_socket(protocols: Sequence[str]) -> web.WebSocketResponse:
-    """Create the server's end of a WebSocket with one of the subprotocols."""
+    """Create the server's end of a WebSocket that supports the subprotocols `protocols`."""
     return web.WebSocketResponse(protocols=protocols, max_msg_size=0, timeout=CLOSE_S)
 
 
 async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocketResponse:
-    """Accept a WebSocket with one of the subprotocols.
+    """Accept the WebSocket that `request` opens with one of the subprotocols `protocols`.
 
     Raises:
         HTTPBadRequest: the request does not open a WebSocket with one of the subprotocols.

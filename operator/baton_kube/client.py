@@ -118,7 +118,7 @@ class _PageMetadata(msgspec.Struct):
 
 
 class _NamePage(msgspec.Struct):
-    """One page of a list, from which only the names are decoded."""
+    """One page of a list. Of each object, only the name and the namespace are decoded."""
 
     metadata: _PageMetadata
     items: list[_Named] | None = None
@@ -214,7 +214,7 @@ class KubeClient:
     async def names(self, path: str, page_size: int) -> Sequence[tuple[str, str]]:
         """Return (namespace, name) of each object of the collection at `path`.
 
-        The other fields of the objects are not decoded, because they may be large.
+        Other fields of the objects may be large, so they are not decoded.
 
         Args:
             page_size: maximum number of objects in one response of the server.
@@ -460,7 +460,7 @@ def _given(**options: str | None) -> list[tuple[str, str]]:
 
 
 def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
-    """Return the KubeError for an error response.
+    """Return the KubeError for a response with which the server refuses a request.
 
     The reason and the message come from the metav1.Status in `body`. If `body` is not JSON, the
     message is the text of `body`.
@@ -517,7 +517,7 @@ def _environment_proxy(server: str) -> str | None:
 async def connect(
     kubeconfig: Path | str | None = None, *, service_account: Path = SERVICE_ACCOUNT
 ) -> AsyncIterator[KubeClient]:
-    """Yield a client of the API server in `kubeconfig`.
+    """Yield a client of the API server that `kubeconfig` specifies.
 
     Args:
         kubeconfig: one path, or several joined by `os.pathsep`. None: connect to the cluster that

@@ -86,10 +86,11 @@ def serialized(match: dict[str, str]) -> str:
 
 
 def keys_of(kind: str, metadata: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the key of each service that the label or an owner reference of an object names.
+    """Yield the key of each service to which an object belongs.
 
-    For an LLMService, yield its own key. The owner references are used in addition to the label,
-    because another client may have changed the label.
+    An LLMService belongs to itself. For any other object, the label LABEL_SERVICE and the
+    controlling owner name the service. Both are used, because another client may have changed the
+    label.
     """
     namespace = metadata["namespace"]
     if kind == KIND:

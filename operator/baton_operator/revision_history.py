@@ -101,7 +101,7 @@ async def recorded_spec(kube: Kube, service: Object) -> Object | None:
 def with_sizes(recorded: Object, wanted: Object) -> Object:
     """Return the spec `recorded` with the group sizes of the spec `wanted`.
 
-    Other fields that do not affect pods, such as `updateStrategy`, also come from `wanted`.
+    Fields such as `updateStrategy`, which do not affect pods, also come from `wanted`.
     """
     spec = _pod_fields(recorded) | _set_fields(wanted, _NOT_OF_PODS)
     for group in names.CONFIGURED_ROLES:
@@ -149,7 +149,7 @@ async def find_previous_revisions(
     newest: str | None,
     templates: dict[names.MemberRole, MemberTemplate],
 ) -> dict[names.MemberRole, PreviousRevision]:
-    """Return the previous revision of each role that the current rollout changes.
+    """Return the previous revision, `status.servedRevision`, of each role that the rollout changes.
 
     Args:
         newest: name of the ControllerRevision of the spec that is rolled out.
@@ -168,7 +168,7 @@ async def find_previous_revisions(
 def previous_revisions_of(
     resolved: ResolvedService, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
 ) -> dict[names.MemberRole, PreviousRevision]:
-    """Return the previous revision of each role whose pods the rollout changes. Pure.
+    """Return the previous revision of each role whose pods the rollout changes. No request is sent.
 
     Expert-parallel groups have no previous revision. A new rank must be able to join the topology,
     so every new rank has the newest revision.

@@ -137,7 +137,7 @@ def _describe(device: torch.device) -> object:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """Return the TORCHINDUCTOR_* environment variables, sorted by name, except the cache folder."""
+    """Return the TORCHINDUCTOR_* variables except TORCHINDUCTOR_CACHE_DIR, sorted by name."""
     names = (
         name
         for name in os.environ

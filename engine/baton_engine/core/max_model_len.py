@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
-    """Return the maximum number of prompt and generated tokens of a request.
+    """Return the maximum number of tokens of a request, prompt and generated tokens together.
 
     A configured limit is not compared with the model's maximum here. The workers compare the two
     when they load the model.

@@ -205,7 +205,7 @@ class PauseControl:
             self._end_sleep()
 
     def advance(self) -> None:
-        """Complete the pending calls if their conditions are met.
+        """Complete the pending calls of `pause` and `sleep` whose conditions are met.
 
         The engine core calls this method after requests or steps have changed.
         """
@@ -274,7 +274,7 @@ class PauseControl:
             future.set_result(None)
 
     def _cancel(self, level: int, reason: str) -> bool:
-        """Make pending sleeps fail whose level is at least `level`.
+        """Fail all pending sleeps of level `level` or higher.
 
         If `level` is _NOT_ASLEEP, pending pauses fail as well.
 

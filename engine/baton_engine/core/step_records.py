@@ -114,8 +114,10 @@ class StepRecords:
     def measure(self, record: StepRecord) -> None:
         """Pass the duration of a step to the scheduler.
 
-        If steps are logged, also count the sequences that decode in the step. Call this method when
-        the step's output arrives, before `Scheduler.update_from_output`.
+        The duration ends now. It starts with the step's execution, or with the end of the previous
+        step if that is later. If steps are logged, also count the sequences that decode in the
+        step. Call this method when the step's output arrives, before
+        `Scheduler.update_from_output`.
         """
         ended = time.monotonic()
         self._scheduler.observe_duration(

@@ -34,7 +34,7 @@ class UtilityMethods(PausedEngine):
     _connector_stats_time = -math.inf
 
     def get_stats(self) -> EngineStats:
-        """Return the engine's gauges and counters, all of them current."""
+        """Return the engine's gauges and counters, without cached values."""
         return self.recent_stats(max_connector_age_s=0.0)
 
     def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
@@ -103,8 +103,8 @@ class UtilityMethods(PausedEngine):
             sleeps.
 
         Raises:
-            RuntimeError: the KV cache cannot be dropped, because other engines use it for KV
-                transfers. Or `PauseControl.sleep` refuses the call.
+            RuntimeError: the level is not 0, and other engines use the KV cache for KV transfers.
+            ValueError, RuntimeError: from `PauseControl.sleep`.
         """
         role = self.config.kv_transfer.role
         if level != 0 and role is not KVRole.NONE:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RowBytes(NamedTuple):
-    """The tensors and sizes of an all_to_all of bytes."""
+    """The tensors of an all_to_all, and the number of bytes to and from each rank."""
 
     received: Tensor  # [sum(recv_counts), ...]
     source: Tensor  # [sum(send_nbytes)] uint8
@@ -24,7 +24,7 @@ def row_bytes(
 ) -> RowBytes:
     """Return the tensors and byte counts with which an all_to_all sends and receives rows.
 
-    The arguments are those of `Group.all_to_all`, and the size of the group.
+    `size` is the number of ranks of the group. `Group.all_to_all` describes the other arguments.
 
     Raises:
         ValueError: the counts do not match the group or the rows.

@@ -338,7 +338,7 @@ class SharedMemoryGroup:
         return rank * WORD_NBYTES // NUMBER_NBYTES
 
     def _number_of(self, rank: int, half: int) -> int:
-        """Return the index in `_numbers` at which a rank's buffer `half` (0 or 1) begins."""
+        """Return the index in `_numbers` at which buffer `half` (0 or 1) of a rank begins."""
         return (rank * 2 + half) * BUFFER_NBYTES // NUMBER_NBYTES
 
     def _where(self, operation: str) -> str:

@@ -55,7 +55,7 @@ class ExecuteModel:
 
 @dataclass(slots=True)
 class SampleTokens:
-    """Command: sample from the logits of the last step."""
+    """Command: sample from the logits of the last `ExecuteModel`."""
 
     #: Number of the step. The executor counts its steps from 0.
     number: int

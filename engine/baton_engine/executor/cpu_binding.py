@@ -120,7 +120,7 @@ def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:
 def cpu_limit(root: Path = ROOT) -> float | None:
     """Return the CPU limit of this process's cgroups, in CPUs. None: no limit.
 
-    The result is the lowest limit of the process's own cgroup and all its parents.
+    The result is the lowest limit of the process's own cgroup and its ancestors.
     """
     limits = []
     for folder in cgroups(root, "cpu"):

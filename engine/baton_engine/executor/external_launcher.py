@@ -149,8 +149,9 @@ class ExternalLauncherExecutor(UniProcExecutor):
     def _find_store(self, generation: int, secret: bytes) -> StoreAddress:
         """Return the address of the rendezvous store of all ranks. Rank 0 opens this store.
 
-        The address is MASTER_ADDR:MASTER_PORT. If torchrun's agent already has its own store there,
-        rank 0 opens the rendezvous store elsewhere and publishes its address in the agent's store.
+        The address is MASTER_ADDR:MASTER_PORT, unless the store of torchrun's agent uses this
+        address. Rank 0 then opens the rendezvous store on a free port of its host, and publishes
+        the new address in the agent's store.
 
         Raises:
             TimeoutError: the agent's store does not answer, or rank 0 publishes no address.
@@ -180,10 +181,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
     # In the worker's thread
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample the tokens of the last step, and return the results of the output rank.
+        """Sample the tokens of the step that the worker ran last, and return the results.
 
-        With one pipeline stage, all ranks sample the same tokens, so each rank returns its own
-        results.
+        With several pipeline stages, every rank returns the results of the output rank. With one
+        stage, all ranks sample the same tokens, so each rank returns its own results.
         """
         output = super()._sample(grammar)
         if self.config.parallel.pipeline_parallel_size == 1:
@@ -210,7 +211,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         return [own if rank == self._rank else result.value for rank, result in enumerate(results)]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """Send `data` to all ranks. Return the data of all ranks in rank order."""
+        """Exchange data with all ranks. Return the `data` argument of each rank, in rank order."""
         lengths = self._control.all_gather(torch.tensor([len(data)])).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -45,12 +45,13 @@ def wait_for_answers(
     Args:
         future: completes when all workers have answered.
         timeout_s: limit for all answers. None: no limit.
-        method: name of the call, for the error message.
+        method: name of the called method, for the error message.
         num_workers: number of workers.
         answered: ranks of the workers that have answered, for the error message.
 
     Raises:
         TimeoutError: not all workers answered in time.
+        Exception: the exception of `future`.
     """
     try:
         return future.result(timeout_s)

@@ -288,7 +288,7 @@ class RayExecutor(RemoteExecutor):
 
 
 class _Place(NamedTuple):
-    """Where an actor runs."""
+    """The node and the GPUs of a Ray actor."""
 
     node_id: str
     #: GPUs that Ray has assigned to the actor. Empty on a CPU.

@@ -42,10 +42,13 @@ class RemoteExecutor(Executor):
 
     @abc.abstractmethod
     def _take_pending(self, died: bool) -> list[Future[Any]]:
-        """Return the pending futures that must fail now. The caller holds `_lock`.
+        """Return the futures that must fail now. The caller holds `_lock`.
+
+        The result contains the futures of all pending steps.
 
         Args:
-            died: whether a worker has died. If so, pending calls must fail as well as steps.
+            died: whether a worker has died. If so, the result must also contain the futures of all
+                pending calls. Otherwise, these futures may be left out.
         """
 
     def _fail(self, error: Exception, *, died: bool) -> None:

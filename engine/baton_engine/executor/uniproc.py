@@ -87,7 +87,7 @@ class UniProcExecutor(Executor):
         return result
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample the last step's tokens and return the results. Runs in the worker's thread."""
+        """Sample the tokens of the step that the worker ran last. Runs in the worker's thread."""
         return self._worker.sample_tokens(grammar)
 
     def collective_rpc(

@@ -234,11 +234,11 @@ class DPEngineCore(EngineCore):
     # Changes of the generation
 
     def advance(self) -> None:
-        """Check whether the next generation is prepared, and commit it if no vote is needed.
+        """Commit the next generation if it is prepared and this rank is not serving.
 
-        No vote is needed if this rank is not serving. The commit must have been received, from the
-        coordinator or through another rank's wave. Also close an old vote group after its grace
-        period. While serving, read the load of each expert every LOADS_INTERVAL_S.
+        The commit must have been requested, by the coordinator or by another rank's wave. A serving
+        rank commits after a vote instead, see `_vote_and_run`. Also close an old vote group after
+        its grace period. While serving, read the load of each expert every LOADS_INTERVAL_S.
         """
         now = time.monotonic()
         standby = self._standby
@@ -410,9 +410,11 @@ class DPEngineCore(EngineCore):
             self.scheduler.pause_state = requested
 
     def _vote_and_run(self) -> None:
-        """Schedule a step, exchange votes and run the step.
+        """Schedule a step, exchange votes if necessary, and run the step.
 
-        If all ranks voted for the next generation, commit the generation after the step.
+        Votes are necessary in a generation that is not broken, if this rank has tokens or must step
+        with the other ranks. If all ranks voted for the next generation, commit that generation
+        after the step.
         """
         with self._records.begin() as record:
             step = record.on_scheduled(self._schedule())
@@ -445,7 +447,7 @@ class DPEngineCore(EngineCore):
     def _vote(
         self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None
     ) -> StepDecision:
-        """Exchange votes with all ranks before a step, and return their decision.
+        """Exchange votes with all ranks before a step, and return the decision from these votes.
 
         If no wave is running, start a wave first.
 

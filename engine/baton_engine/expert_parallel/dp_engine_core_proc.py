@@ -57,7 +57,10 @@ DISMISSED_PATIENCE_S = 10.0
 
 
 class DPEngineCoreProc(EngineCoreProc):
-    """The engine process of one rank, with connections to the coordinator and the other ranks."""
+    """The engine process of one expert-parallel rank.
+
+    It has connections to the coordinator and to the other ranks.
+    """
 
     def __init__(self, config: EngineConfig, host: str) -> None:
         """Bind the ports for clients (engine port) and for other ranks (link port).
@@ -224,7 +227,10 @@ class DPEngineCoreProc(EngineCoreProc):
         return busy
 
     def _publish(self, core: EngineCore) -> None:
-        """Publish the status to the coordinator, and announce a new generation to clients."""
+        """Publish this rank's status to the coordinator.
+
+        If the rank has moved to another generation, also announce that to the clients.
+        """
         rank = _rank(core)
         self.phase = rank.phase
         self._link.publish(rank.status())

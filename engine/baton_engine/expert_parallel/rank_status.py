@@ -14,9 +14,9 @@ from baton_protocol.topology import ExpertLoads, Generation, RankPhase, Status, 
 
 @dataclass(slots=True)
 class RankReport:
-    """The parts of a rank's Status and topology metrics that are kept between steps.
+    """State from which one rank's `Status` and topology statistics are made.
 
-    A field that also exists in `Status` has the same meaning there.
+    For a field with the same name as a field of `Status`, see `Status`.
     """
 
     member: TopologyMember
@@ -31,12 +31,15 @@ class RankReport:
     leaving: bool = False
 
     def on_target(self) -> None:
-        """Clear the last preparation's failure, because another generation is prepared now."""
+        """Clear the failure of the previous target's preparation.
+
+        Call this method when the rank gets a new target: a generation to prepare.
+        """
         if self.failed:
             self.failed = self.failure = ""
 
     def on_progress(self, standby: StandbyGeneration) -> None:
-        """Record whether the preparation has failed, and whether the commit was received."""
+        """Record whether `standby` has failed, and whether its commit was received."""
         if standby.failure and self.failed != standby.generation.nonce:
             self.failed, self.failure = standby.generation.nonce, standby.failure
         if standby.committed:
@@ -82,7 +85,7 @@ class RankReport:
     def topology(
         self, phase: RankPhase, generation: Generation | None, waves: Waves | None
     ) -> TopologyStats:
-        """Update the topology statistics for metrics, and return them."""
+        """Set the gauges of `counts` from the arguments, and return `counts`."""
         counts, rank = self.counts, None
         counts.phase = phase
         counts.generation = counts.size = 0

@@ -26,7 +26,7 @@ class RetiredGroups:
             self._groups.append((time.monotonic() + RETIREMENT_GRACE_S, group))
 
     def advance(self) -> None:
-        """Close the oldest vote group if its grace period is over."""
+        """Close the group that was added first, if RETIREMENT_GRACE_S seconds have passed."""
         if self._groups and time.monotonic() >= self._groups[0][0]:
             self._groups.pop(0)[1].close()
 

@@ -117,7 +117,11 @@ class StandbyGeneration:
             logger.info("generation %d is prepared (operation %s)", *_names(self.generation))
 
     def keep(self, start: StartWave) -> None:
-        """Store another rank's wave, which shows that this generation is committed."""
+        """Store a StartWave that another rank has sent, and set `committed`.
+
+        The message shows that the other rank has committed the generation. Of several messages,
+        the one with the highest wave number is kept.
+        """
         self.committed = True
         if self.start is None or start.wave > self.start.wave:
             self.start = start

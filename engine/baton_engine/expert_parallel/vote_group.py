@@ -76,14 +76,16 @@ def join_vote_group(
     timeout_s: float,
     secret: bytes,
 ) -> VoteGroup:
-    """Join the vote group of a generation through the generation's store.
+    """Join the vote group of a generation.
+
+    The members find each other through the store whose address is in `generation`.
 
     Args:
         generation: the generation to join.
         rank: this engine's rank in the generation.
         join_timeout_s: timeout of the join.
         timeout_s: timeout of an exchange. It must exceed the longest step of any member.
-        secret: secret of the store.
+        secret: secret that all clients of the store and its server must have.
 
     Raises:
         TimeoutError: the store does not respond, or a member did not join.

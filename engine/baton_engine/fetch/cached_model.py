@@ -29,7 +29,7 @@ class CachedModel:
 
     @property
     def advice(self) -> str:
-        """Advice for the error message if the model cannot be downloaded."""
+        """What the user can do if the download fails, as the end of the error message."""
         return (
             f"there is no local folder {self.name}, and {self.folder} is not complete. Without a "
             "network, pass the folder of a checkpoint, or copy this folder of the cache from a "
@@ -40,7 +40,9 @@ class CachedModel:
 def find_cached_model(
     model: str | Path, revision: str | None = None, download_dir: str | Path | None = None
 ) -> CachedModel | None:
-    """Return the model that `model` names. None: `model` is the path of a folder.
+    """Return the hub or object-store model that `model` names. Nothing is downloaded.
+
+    If `model` is the path of a folder, return None.
 
     Args:
         model: `ORG/NAME[@REVISION]` on a hub, a URI that `baton-model fetch` accepts, or a path. An

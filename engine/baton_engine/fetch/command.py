@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """The content of the container's termination log."""
+    """The JSON object that a successful fetch writes to the container's termination log."""
 
     revision: str
 
@@ -126,7 +126,10 @@ def _exit(code: int) -> NoReturn:
 
 
 def _output(path: str) -> Path:
-    """Map a path in the container to a path on this machine. The path need not exist yet."""
+    """Translate an output file's path in the container to a path that this process can open.
+
+    The file need not exist yet.
+    """
     given = Path(path)
     return container_path(str(given.parent)) / given.name
 

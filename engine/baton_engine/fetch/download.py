@@ -40,10 +40,10 @@ class RetryPolicy:
     def retry(
         self, attempt: int, silent_since: float, error: TransientError, stop: threading.Event
     ) -> None:
-        """Wait before the next attempt.
+        """Wait until the caller may retry, or raise FetchError if it must give up.
 
         Args:
-            attempt: number of retries since the last new byte, or since the start.
+            attempt: number of earlier retries since the last new byte, or since the start.
             silent_since: `time.monotonic` of the last new byte, or of the start if there was none.
             stop: an event that ends the wait when it is set.
 

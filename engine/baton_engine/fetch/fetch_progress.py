@@ -31,7 +31,7 @@ class FetchProgress:
     def set_step(
         self, message: str, measure: Callable[[], LoadProgress | None] | None = None
     ) -> None:
-        """Set the current step of the fetch. Log `message` if it has changed.
+        """Set the current step of the fetch. Log `message` if it is not the previous message.
 
         Args:
             message: what the step does.

@@ -130,7 +130,8 @@ def _decode(content: bytes) -> _Beat | None:
     """Decode a heartbeat from the content of the lock file.
 
     Returns:
-        None if the lock was released, or if its holder died before the first heartbeat.
+        The heartbeat. None if the lock was released, or if its holder died before the first
+        heartbeat.
     """
     try:
         return msgspec.json.decode(content, type=_Beat)

@@ -13,8 +13,10 @@ _BUFFER_BYTES = 2**20
 def verify(path: Path, file: RemoteFile) -> str:
     """Compare a downloaded file with the size and digest that the source lists.
 
+    If the source lists no digest, only the size is compared.
+
     Returns:
-        A description of the difference. Empty if there is none.
+        A description of the difference, or an empty string if the file is as listed.
     """
     size = path.stat().st_size
     if size != file.size:

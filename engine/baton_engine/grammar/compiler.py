@@ -105,7 +105,7 @@ class GrammarCompiler:
         return matcher
 
     def _check_start(self, matcher: LLMatcher) -> None:
-        """Raise ValueError if the grammar allows no first token or exceeds a resource limit."""
+        """Raise ValueError if no text matches the grammar or its first bitmask exceeds a limit."""
         mask = self.bitmask([matcher])
         if matcher.is_error():
             raise ValueError(reason_of(matcher))

@@ -147,10 +147,11 @@ def _serve() -> None:
 
 
 def _compile(compiler: GrammarCompiler, spec: StructuredOutput) -> tuple[str, int]:
-    """Compile a specification.
+    """Compile a specification, and discard the grammar.
 
     Returns:
-        An error message, which is empty on success, and the size of the grammar in bytes.
+        (error message, size of the grammar in bytes). On success, the message is empty. On
+        failure, the size is 0.
     """
     before = _num_allocated()
     try:
@@ -175,7 +176,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _num_allocated() -> int:
-    """Return the bytes that `malloc` has allocated. 0 if the C library does not report it."""
+    """Return how many bytes from `malloc` are in use. 0 if the C library has no `mallinfo`."""
     if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo", None)) is None:
         return 0
     mallinfo.restype = _Mallinfo

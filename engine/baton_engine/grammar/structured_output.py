@@ -76,18 +76,23 @@ class Allowance:
         self._left_s = max(-self._free_s, saved_s - seconds)
 
     def is_exceeded_by(self, seconds: float, num_tokens: int) -> bool:
-        """Return whether the time is used up and a grammar with this usage is slow (see SHARE).
+        """Return whether the client has used up its time and the given grammar is slow.
+
+        SHARE defines when a grammar is slow.
 
         Args:
-            seconds: processor time that the grammar has used.
-            num_tokens: number of tokens or bitmasks on which the grammar has used this time.
+            seconds: processor time that the grammar has used since its start.
+            num_tokens: number of tokens (or bitmasks) for which it has used this time.
         """
         own_s = SHARE * self._free_s + self._s_per_token * num_tokens
         return self._left_s < 0 and seconds > own_s
 
 
 class GrammarClient:
-    """The allowances for tokens and bitmasks that all running grammars of one client share."""
+    """The processor time that all running grammars of one client share.
+
+    Accepting tokens and computing bitmasks have separate allowances.
+    """
 
     def __init__(self) -> None:
         self.tokens = Allowance(FREE_S, S_PER_TOKEN)
@@ -131,7 +136,10 @@ class Grammar:
         return is_accepted and not self._is_slow
 
     def spend(self, seconds: float) -> None:
-        """Record the processor time that one bitmask of this grammar took."""
+        """Subtract the processor time of one bitmask from the client's allowance.
+
+        If the allowance is used up and the grammar is slow, `error` returns the reason.
+        """
         self._num_bitmasks += 1
         self._bitmask_s += seconds
         allowance = self._client.bitmasks

@@ -168,7 +168,11 @@ class BoundedHandler(BaseHTTPRequestHandler):
     _has_unread_body = False
 
     def parse_request(self) -> bool:
-        """Parse the request line and the headers. Headers that are too large get status 431."""
+        """Parse the request line and the headers. Respond with 431 if the headers are too large.
+
+        Returns:
+            Whether to handle the request.
+        """
         connection = self.rfile
         self.rfile = cast(BufferedIOBase, _Head(connection))
         try:
@@ -287,6 +291,6 @@ class BoundedHandler(BaseHTTPRequestHandler):
 
 
 def _end(connection: socket.socket) -> None:
-    """Shut down a connection. The connection's thread then closes the socket."""
+    """Shut down a connection in both directions. The thread that handles it closes the socket."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

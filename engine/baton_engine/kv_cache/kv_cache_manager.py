@@ -404,13 +404,13 @@ class KVCacheManager:
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Allocate a block of the pool `target` for each distinct block in `tables`.
+    """Allocate in pool `target` a replacement for each distinct block in `tables`.
 
-    A new block gets one reference per table that contains the old block.
+    A replacement gets one reference per table that contains the original block.
 
     Returns:
-        The tables with new blocks in place of old blocks, and one block copy per distinct block,
-        from old to new.
+        New tables, which contain the replacements, and one copy per distinct block, from the
+        original to its replacement.
     """
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))

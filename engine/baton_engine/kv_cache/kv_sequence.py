@@ -12,7 +12,8 @@ from baton_protocol.block_hash import BlockHash
 class KVSequence:
     """The tokens and the KV blocks of one sequence.
 
-    Only the KV cache manager writes `blocks` and the fields declared after `blocks`.
+    Only the KV cache manager writes `blocks`, `swapped_blocks`, `block_hashes` and
+    `num_cached_blocks`.
     """
 
     request_id: str

@@ -103,7 +103,10 @@ class OffloadTier:
             self._busy.add(block.slot)
 
     def restore(self, block: OffloadedBlock, block_id: int) -> None:
-        """Let the step that is being scheduled copy a held block to device block `block_id`."""
+        """Add a copy of `block` to device block `block_id` to the step that is being scheduled.
+
+        Call `hold` for the block first.
+        """
         self._restores.append(BlockCopy(block.slot, block_id))
         self.num_restored += 1
 

@@ -176,7 +176,7 @@ class VectorCollector(Collector):
         )
 
     def score(self) -> ScoringRequestOutput:
-        """Return a classifier's score of this prompt, which contains both texts of a pair."""
+        """Return the classifier's score of a pair of texts. The prompt must contain both texts."""
         [score] = unpack_vector(self.vector)
         return ScoringRequestOutput(
             self.requests[0].request_id,
@@ -186,7 +186,10 @@ class VectorCollector(Collector):
         )
 
     def similarity(self, other: VectorCollector) -> ScoringRequestOutput:
-        """Return the cosine similarity to the embedding of `other`. Both must be normalized."""
+        """Return the cosine similarity of this prompt's embedding and that of `other`.
+
+        The model must normalize its embeddings.
+        """
         return ScoringRequestOutput(
             self.requests[0].request_id,
             ScoringOutput(dot(self.vector, other.vector)),
@@ -256,7 +259,7 @@ def check_output(output: EngineCoreOutput, where: str) -> None:
     """Raise an exception if an output reports a refusal or a failure.
 
     Args:
-        where: name of the prompt in the error message.
+        where: start of the error message, which names the prompt, such as `prompt 3`.
 
     Raises:
         ValueError: the prompt or its parameters cannot be served.

@@ -43,7 +43,10 @@ def check_types(params: msgspec.Struct) -> None:
 
 
 def _unencodable_field(params: msgspec.Struct) -> str:
-    """Return the name of the first field that msgspec cannot encode, or else the class name."""
+    """Return the name of the first field that msgspec cannot encode.
+
+    If msgspec can encode each field, return the name of the class.
+    """
     for name in params.__struct_fields__:
         try:
             msgspec.to_builtins(getattr(params, name))

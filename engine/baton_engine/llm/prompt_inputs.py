@@ -84,11 +84,13 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
 
 
 def pair_list(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Return pairs of first and second texts. A single first text is paired with each second text.
+    """Return pairs of a text in `data_1` and the text at the same position in `data_2`.
+
+    If `data_1` has a single text, it is paired with each text in `data_2`.
 
     Raises:
-        TypeError: the arguments are neither texts nor lists of texts.
-        ValueError: the lists are empty or have different lengths.
+        TypeError: an argument is neither a text nor a list of texts.
+        ValueError: `data_2` is empty, or `data_1` has neither one text nor as many as `data_2`.
     """
     first, second = ([data] if isinstance(data, str) else data for data in (data_1, data_2))
     for name, texts in (("data_1", first), ("data_2", second)):

@@ -80,7 +80,10 @@ class StepLoop:
     def _step_and_collect(
         self, running: dict[str, tuple[int, Collector]], bar: _Bar
     ) -> Iterator[int]:
-        """Run one step and yield the prompt index of every request that ended."""
+        """Run one step, and pass its outputs to the collectors in `running`.
+
+        Yields the prompt's index for each request that ended in this step.
+        """
         for output in self._run_step():
             if output.request_id not in running:
                 continue  # the request has ended already, at a stop string

@@ -11,8 +11,8 @@ from baton_kv_transfer.connector import ConnectorStats
 class EngineStats(msgspec.Struct, kw_only=True):
     """Gauges and counters of an engine.
 
-    The fields before `prompt_tokens` are gauges. The fields from `prompt_tokens` on are counters
-    since start.
+    The gauges are declared first, and `prompt_tokens` is the first counter. The counters start at 0
+    when the engine starts. `kv_transfer` and `topology` contain both gauges and counters.
     """
 
     num_requests_running: int = 0

@@ -23,7 +23,7 @@ class LoadCounter:
         self._done += num_bytes
 
     def progress(self) -> LoadProgress | None:
-        """Return the progress of the load. None before the first load."""
+        """Return the bytes read so far and the total. None before the first load."""
         return LoadProgress(min(self._done, self._total), self._total) if self._total else None
 
 

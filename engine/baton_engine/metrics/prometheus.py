@@ -211,7 +211,8 @@ class EngineCollector(Collector):
         """Add one sample per entry of `values` to `family`, and return `family`.
 
         Args:
-            values: value of each sample. A key has the sample's label values except model_name.
+            values: value of each sample. The key has the values of the sample's labels, except for
+                `model_name`, which comes first.
         """
         for labels, value in values.items():
             family.add_metric([self._model_name, *labels], value)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class RecentMaximum:
-    """The largest value added in the current and the previous window of `window_s` seconds."""
+    """The largest value added in the current or the previous time window.
+
+    Windows are `window_s` seconds long and follow each other without gaps.
+    """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -15,7 +18,7 @@ class RecentMaximum:
 
     @property
     def value(self) -> float:
-        """The maximum at the time of the last `add`. 0 if no value was added."""
+        """The maximum as of the last call of `add`, however long ago. 0 before the first call."""
         return max(self._current, self._previous)
 
     def add(self, value: float, now: float) -> None:

@@ -151,7 +151,9 @@ class RequestMetrics:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_step(self, num_tokens: int, started: float) -> None:
-        """Record a step that ran from `started` until now.
+        """Record a step with `num_tokens` tokens that ran from `started` until now.
+
+        A step without tokens is ignored.
 
         Steps may overlap, but must be recorded in the order in which they end.
         """
@@ -162,7 +164,10 @@ class RequestMetrics:
             self._busy_until = now
 
     def on_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Update the metrics of requests from their outputs, which must be in order."""
+        """Record outputs that the engine has just produced.
+
+        Pass the outputs of each request in the order in which they were produced.
+        """
         now = self._clock()
         for output in outputs:
             progress = self._unfinished.get(output.request_id)

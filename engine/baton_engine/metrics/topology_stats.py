@@ -13,7 +13,7 @@ _PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 class TopologyStats(msgspec.Struct, kw_only=True):
     """Gauges and counters of a rank of an expert-parallel group.
 
-    The gauges come first, and then the counters since start.
+    The counters start at 0 when the engine starts. Comments mark gauges and counters.
     """
 
     # Gauges

@@ -125,8 +125,11 @@ class ExpertShard:
     ) -> Tensor:
         """Return the result of `mix` in the masked layout, which sends all tokens to every rank.
 
-        This rank sends `most` rows to each rank. Row t holds token t, and further rows are padding.
-        Slots of experts that are on another rank are masked (ELSEWHERE).
+        Row t holds token t. Rows after the last token are padding. In the rows for a rank, slots of
+        experts on other ranks are masked (ELSEWHERE).
+
+        Args:
+            most: number of rows sent to each rank: the largest entry of `wave_tokens`.
         """
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
@@ -188,7 +191,10 @@ def uses_masked_layout(wave_tokens: Sequence[int]) -> bool:
 
 
 class _Copies(NamedTuple):
-    """The copies of each expert to which one rank sends tokens."""
+    """For each expert, the copies to which one rank sends tokens.
+
+    If that rank itself has copies, it uses only the first of these.
+    """
 
     ranks: Tensor  # int64 [num_experts, max copies]: rank of the copy
     slots: Tensor  # int64 [num_experts, max copies]: slot of the copy on that rank
@@ -196,9 +202,12 @@ class _Copies(NamedTuple):
     first: int  # copy for the first token, modulo the number of copies
 
     def choose(self, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ranks and slots of the copies to use, each in the shape of `expert_ids`.
+        """Choose a copy of the expert for each entry of `expert_ids`.
 
-        Entries of the same expert alternate between the copies of the expert.
+        Entries of the same expert use its copies in turn.
+
+        Returns:
+            (ranks, slots) of the chosen copies, each in the shape of `expert_ids`.
         """
         if self.ranks.shape[1] == 1:
             return self.ranks[expert_ids, 0], self.slots[expert_ids, 0]
@@ -251,7 +260,7 @@ class _RowFormat:
         self.nbytes = -(-self._ends[-1] // ALIGNMENT) * ALIGNMENT
 
     def write(self, rows: Tensor, slots: Tensor, weights: Tensor, x: Tensor) -> None:
-        """Write tokens into the first rows, and slots into all rows.
+        """Write slots into all rows, and weights and hidden states into the first `num_tokens`.
 
         Args:
             rows: memory to write to, uint8 [..., num_rows, nbytes].

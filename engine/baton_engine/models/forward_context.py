@@ -23,7 +23,10 @@ from baton_kernels.kv_write import Slots, plan_write
 
 
 class LayerPlan(NamedTuple):
-    """Plans of a step's KV write and attention, for all layers with the same attention window."""
+    """The plans for one step's KV write and attention.
+
+    All layers with the same attention window share the plans.
+    """
 
     write: Slots | None  #: None if the KV write needs no plan on this device.
     attention: AttentionPlan
@@ -72,12 +75,12 @@ class ForwardContext:
 
     @property
     def reports_by_layer(self) -> bool:
-        """Whether layers individually report routed experts or written KV in this step."""
+        """Whether `routed_experts` or `kv_written` is set, so that layers must run one by one."""
         return self.routed_experts is not None or self.kv_written is not None
 
     @property
     def query_bounds(self) -> list[tuple[int, int]]:
-        """The tokens [start, end) of each sequence, as indices of this step's tokens."""
+        """For each sequence, the range [start, end) of its tokens among this step's tokens."""
         if self._bounds is None:
             bounds = self.cu_seqlens_q.tolist()
             self._bounds = list(itertools.pairwise(bounds))

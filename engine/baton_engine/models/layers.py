@@ -248,7 +248,10 @@ class Model(nn.Module):
 
     @property
     def head(self) -> VocabParallelEmbedding | None:
-        """The output projection. None on all stages but the last, or if no logits are needed."""
+        """The output projection to the vocabulary. Only the last pipeline stage can have one.
+
+        None on other stages, and for models that need no logits of the vocabulary.
+        """
         return None
 
     @cached_property

@@ -112,7 +112,10 @@ def mix_parallel_experts(
 
 
 def exchange_tokens(shard: ExpertShard, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """Return the result of `ExpertShard.mix` for this step, or zeros if the group is broken."""
+    """Return the result of `ExpertShard.mix` for this step, or zeros if the group is broken.
+
+    If the group breaks during the call, set `ForwardContext.broken`.
+    """
     context = current_context()
     if context.broken is None:
         try:

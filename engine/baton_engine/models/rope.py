@@ -80,7 +80,8 @@ def _yarn_ramp(scaling: YarnRopeScaling, theta: float, head_dim: int) -> Tensor:
     """Return how far YaRN scales each frequency, from 0 (kept) to 1 (divided): [head_dim / 2].
 
     Frequencies with at least beta_fast turns within the original length are kept. Frequencies with
-    at most beta_slow turns are divided by the factor. Between these limits, the result is linear.
+    at most beta_slow turns are divided by the factor. Between these limits, the result increases
+    linearly with the frequency's index. `truncate` moves the limits outwards to whole indices.
     """
 
     def pair_that_turns(times: float) -> float:

@@ -28,8 +28,8 @@ def random_weights(
 
     Args:
         out: folder of the checkpoint. It already has config.json.
-        tokenizer_size: number of tokens in the tokenizer's vocabulary. Higher ids have no text, and
-            the model rarely samples them.
+        tokenizer_size: number of tokens in the tokenizer's vocabulary. Ids from this number on have
+            no text, and the model rarely samples them.
         seed: equal seeds give equal weights.
         dtype: name of a torch dtype, such as "bfloat16".
     """

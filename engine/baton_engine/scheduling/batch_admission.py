@@ -69,7 +69,12 @@ class BatchAdmission:
                 yield Preempted(first)
 
     def admit(self, step: StepBuilder) -> LazyDecisions[Admitted | WaitsForPrompt | LoadStarted]:
-        """Yield decisions to start waiting requests or KV loads, until one of them does not fit."""
+        """Yield decisions on the waiting requests: to start one, load its KV or let it wait.
+
+        Ends at the first request that must stay in its queue, for example for lack of free KV
+        blocks. When the step's token budget or the places for running requests are used up, only
+        KV loads start.
+        """
         while True:
             to_load = self.queues.waiting_to_load.peek()
             to_run = self.queues.waiting.peek() if step.budget > 0 else None
@@ -87,9 +92,10 @@ class BatchAdmission:
             yield decision
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
-        """Return the decision to start `request`, the first of `waiting`, or to make it wait.
+        """Return the decision to start `request`, or to let it wait for its group's prompt.
 
-        A request waits while another request of its group computes or loads the group's prompt.
+        It waits while another request of its group computes or loads the prompt. `request` must be
+        the first in the queue `waiting`.
 
         Returns:
             None if too few blocks are free, or if the request must wait for an empty step (see
@@ -109,8 +115,8 @@ class BatchAdmission:
         """Return the decision to admit a request with blocks for all its tokens.
 
         Returns:
-            None if too few blocks are free. Without chunked prefill, also None if the request
-            exceeds the remaining token budget of `step`, unless `step` is empty.
+            None if too few blocks are free. Without chunked prefill, also None if the tokens
+            without cached KV exceed the remaining token budget of `step`, unless `step` is empty.
         """
         sequence, kv = request.sequences[0], self.kv
         cached: list[CachedBlock] = []

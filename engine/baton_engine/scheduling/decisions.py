@@ -20,7 +20,7 @@ from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishRe
 
 
 class Admitted(NamedTuple):
-    """A waiting request, or a request with loaded KV, joins the batch.
+    """A request joins the batch. It was waiting, or its KV has been loaded from a peer.
 
     Enough blocks are free for all its tokens.
     """
@@ -70,8 +70,8 @@ class SwappedIn(NamedTuple):
 class Queued(NamedTuple):
     """A request's wait has ended, and the request is queued to run.
 
-    The request has waited for KV from a peer, for its grammar, for the prompt of its
-    `SampleGroup`, or for its own steps in flight.
+    The request has waited for KV from a peer, for its compiled grammar, for the prompt's KV in its
+    `SampleGroup`, or for the end of its own steps in flight.
     """
 
     request: Request

@@ -85,7 +85,9 @@ class GrammarQueue:
 
 
 def _end_compilation(request: Request, future: Future[Grammar]) -> Finished | Queued:
-    """Set the grammar of a request, and return the decision that queues or ends the request.
+    """Set the compiled grammar of a request. Return the decision to queue or end the request.
+
+    If the compilation failed, no grammar is set, and the request ends.
 
     Args:
         future: the completed compilation.
@@ -115,7 +117,7 @@ def _end_compilation(request: Request, future: Future[Grammar]) -> Finished | Qu
 
 
 def accept_tokens(request: Request) -> bool:
-    """Advance the request's grammar over the tokens generated since the last call.
+    """Advance the request's grammar over the generated tokens not yet passed to the grammar.
 
     Returns:
         Whether the grammar accepts these tokens. True for a request without a grammar.

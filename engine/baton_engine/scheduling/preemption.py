@@ -65,7 +65,11 @@ class Preemptor:
         return self._preempt(victim, beneficiary=request)
 
     def resume(self) -> LazyDecisions[SwappedIn]:
-        """Yield decisions to resume swapped requests in order, while batch and memory have room."""
+        """Yield decisions to resume swapped requests, in the order of `SwappedRequests`.
+
+        Stop at the first unit that has steps in flight, or for which the batch or the KV cache has
+        no room.
+        """
         while (unit := self.swapped.first()) is not None:
             sequences = [sequence for request in unit for sequence in request.sequences]
             num_seqs = sum(request.max_seqs for request in unit)

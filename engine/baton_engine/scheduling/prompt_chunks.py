@@ -28,7 +28,8 @@ class PromptChunks:
     def _shorter_prompt_waits(self, step: StepBuilder, sequence: Request) -> bool:
         """Return whether another prompt has fewer tokens left to compute than `sequence`.
 
-        The other prompts are those of the first waiting request and of the running requests.
+        The other prompts are those of the first waiting request and of the running sequences in
+        `step.prefills`. Running sequences with one token left are not counted.
         """
         num_tokens = sequence.num_uncomputed_tokens
         first = self.waiting.peek()

@@ -86,7 +86,7 @@ class WaitingRequests:
 
     @property
     def num_without_memory(self) -> int:
-        """Number of waiting requests that hold no KV blocks."""
+        """Number of requests in these queues that hold no KV blocks."""
         return len(self.waiting) + len(self.waiting_to_load)
 
 

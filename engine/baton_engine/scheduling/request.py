@@ -158,7 +158,7 @@ class Request(KVSequence):
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and generated tokens that the scheduler has."""
+        """Number of prompt and generated tokens, without those that steps in flight will sample."""
         return len(self.token_ids)
 
     @property

@@ -120,7 +120,10 @@ class RequestLifecycle:
         self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def _allocate(self, sequence: Request, num_tokens: int, cached: Sequence[CachedBlock]) -> None:
-        """Allocate blocks for `num_tokens` tokens. The first blocks are `cached`, with their KV."""
+        """Allocate blocks for `num_tokens` tokens of `sequence`, starting with the `cached` blocks.
+
+        The tokens in `cached` blocks count as computed.
+        """
         allocated = self.state.kv.allocate(sequence, num_tokens, cached)
         assert allocated, "the decision has counted the blocks"
         sequence.num_computed_tokens = len(cached) * self.state.kv.block_size
@@ -131,7 +134,7 @@ class RequestLifecycle:
             self.state.kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
-        """Add prompt and cached tokens to the statistics, unless the request has started before."""
+        """Mark the request as started. At its first start, count its prompt and cached tokens."""
         if request.started:  # counted already
             return
         request.started = True

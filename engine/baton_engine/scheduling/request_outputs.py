@@ -39,12 +39,13 @@ class RequestOutputs:
     def join_optional_outputs(
         self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str
     ) -> None:
-        """Append a step's prompt logprobs and routed experts to the results of earlier steps.
+        """Collect a step's prompt logprobs and routed experts for the next output with tokens.
 
-        `add` adds the collected results to an output.
+        The results are joined to those of the request's earlier steps. `add` moves all collected
+        results to the output.
 
         Args:
-            start: first position that the step ran.
+            start: position of the first token that the step ran.
             ran: results of the step.
             ran_as: id of the sequence that ran: the request or one of its beams.
         """

@@ -122,7 +122,7 @@ class Scheduler:
         return preempted or resumed
 
     def _continue_running(self, step: StepBuilder) -> bool:
-        """Run one token of each decode, and then chunks of prompts with the rest of the budget.
+        """Schedule a token of each decoding sequence, then prompt chunks with the remaining budget.
 
         Requests are visited in order, and a decode preempts only itself or later requests. So no
         request that is already in the step is preempted. Only decodes need new blocks here, because
@@ -161,10 +161,10 @@ class Scheduler:
         return moved
 
     def _decode(self, step: StepBuilder, request: Request, sequences: Sequence[Request]) -> bool:
-        """Run one token of each of `sequences`, or none if preemption cannot free enough memory.
+        """Schedule a token of each of `sequences`, or none if preemption frees too little memory.
 
-        Requests are preempted until there is enough memory. No sequence runs before there is memory
-        for all `sequences`, because a beam search is preempted as a whole.
+        Requests are preempted until there is enough memory. No sequence is scheduled before there
+        is memory for all `sequences`, because a beam search is preempted as a whole.
 
         Args:
             sequences: sequences of `request`.
@@ -237,7 +237,9 @@ class Scheduler:
         return found
 
     def _finish_step(self, step: StepBuilder, changed: bool) -> SchedulerOutput:
-        """Return the step, with KV transfers, offload copies and ids of removed requests added.
+        """Complete and return the output of `step`, and record the ranges that are in flight.
+
+        Add connector metadata, offload copies, and the ids of sequences that workers must remove.
 
         Args:
             changed: whether a request was preempted or resumed, or a request's wait ended.
@@ -362,7 +364,8 @@ class Scheduler:
     def forget_refused(self, request_id: str) -> None:
         """Discard stored and later prefill results of a refused request.
 
-        A late result must not reach another request with the same id.
+        A late result must not reach another request with the same id. Do nothing if an unfinished
+        request has this id.
         """
         if request_id not in self.state.requests:
             self._remote_prefill.forget(request_id)
@@ -432,7 +435,7 @@ class Scheduler:
         self.state.kv.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters since start, with the current gauges."""
+        """Return a copy of the statistics: counters since engine start, and gauges at this call."""
         stats = self.state.stats()
         stats.draining = self.draining
         return stats

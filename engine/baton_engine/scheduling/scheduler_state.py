@@ -35,7 +35,7 @@ class PauseState(enum.Enum):
 
 
 class SchedulerState:
-    """State that the scheduler and its collaborators share."""
+    """State that the modules of the scheduler share."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SchedulerState:
         self.counters = EngineStats()
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters since start, with the current gauges."""
+        """Return a copy of the statistics: counters since engine start, and gauges at this call."""
         stats = copy.copy(self.counters)
         stats.num_requests_running = len(self.running)
         stats.num_requests_waiting = len(self.requests) - len(self.running)

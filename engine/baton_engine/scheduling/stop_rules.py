@@ -25,10 +25,9 @@ class StopRules:
         )
 
     def reason(self, request: Request) -> FinishReason | None:
-        """Check whether the last token ends the request by a stop token or a length limit.
+        """Return why the request ends after its last token, or None if the request continues.
 
-        Returns:
-            The finish reason, or None if the request continues.
+        Only stop tokens and length limits are checked.
         """
         params = request.sampling_params
         num_tokens = len(request.token_ids)
@@ -91,10 +90,11 @@ class StopRules:
 
 
 def repeats(token_ids: Sequence[int], detection: RepetitionDetection) -> bool:
-    """Return whether `token_ids` end with `min_count` copies of a pattern of an allowed size.
+    """Return whether `token_ids` end with `min_count` consecutive copies of one pattern.
 
-    Only the last max_pattern_size * min_count tokens are examined. The fields of `detection` mean
-    the same as in vLLM's RepetitionDetectionParams.
+    The pattern has min_pattern_size to max_pattern_size tokens. Only the last max_pattern_size *
+    min_count tokens are examined. The fields of `detection` mean the same as in vLLM's
+    RepetitionDetectionParams.
     """
     length, count = len(token_ids), detection.min_count
     for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):

@@ -58,14 +58,17 @@ class Access:
             raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
 
     def admits(self, authorization: str | None, request: AdminRequest) -> bool:
-        """Return whether this Authorization header permits a POST request. Refusals are counted."""
+        """Return whether the `authorization` header permits the request. A refusal is counted."""
         if self.key is None or self.key.admits(authorization, request):
             return True
         self.refused("http")
         return False
 
     def refused(self, door: Door, count: int = 1) -> None:
-        """Count refusals at a port. Log at most once in LOG_INTERVAL_S for each port."""
+        """Add `count` refused connections or requests to the counter of a port (`door`).
+
+        The refusals of a port are logged at most once in LOG_INTERVAL_S.
+        """
         self.refusals.labels(door).inc(count)
         now = self._clock()
         with self._lock:

@@ -90,7 +90,7 @@ class State(enum.Enum):
 
 
 class ShutdownKind(enum.IntEnum):
-    """The kind of shutdown that was requested. A later request can only raise the value."""
+    """The requested shutdown: none, after a drain, or at once. The value never decreases."""
 
     NONE = 0
     #: Running requests may still complete, within `drain_timeout_s`.

@@ -238,7 +238,10 @@ class EngineIO:
         self.input_queue.put(Input(RequestType.WAKEUP))
 
     def close(self) -> None:
-        """Send all queued messages, close the socket and end the thread."""
+        """Send the queued messages, close the socket and end the thread.
+
+        Messages that are not sent within CLOSE_LINGER_MS are dropped.
+        """
         self._outbox.put(_Close.CLOSE)
         self._wake_pipe.wake()
         if self._thread.is_alive():
@@ -409,7 +412,10 @@ class EngineIO:
             self.input_queue.put(Input(kind, client, message, num_bytes))
 
     def _is_full(self, num_bytes: int, factor: int) -> bool:
-        """Return whether a message would exceed `factor` times the limits of the input queue."""
+        """Return whether the input queue has no room for one more message of `num_bytes` bytes.
+
+        The limits of the queue are multiplied by `factor`.
+        """
         queued = self._bytes_queued - self.bytes_taken
         return (
             queued + num_bytes > factor * MAX_QUEUED_BYTES

@@ -52,7 +52,7 @@ class OutputBuffers:
     def encode(self, message: Any) -> Iterator[Payload]:
         """Encode `message` as msgpack, and yield the payload to send.
 
-        After the `with` block, the buffer is reused as soon as ZMQ has sent the payload.
+        After the `with` block, the buffer may be reused once ZMQ has sent the payload.
         """
         self._reclaim()
         buffer = self._free.pop() if self._free else bytearray()

@@ -41,9 +41,10 @@ class RequestOwners:
         return self._owners.get(request_id, client) == client
 
     def ids_to_abort(self, abort: Abort) -> list[str]:
-        """Return the request ids of an ABORT message that the loop took from the input queue.
+        """Return the ids of the requests to abort for an ABORT message.
 
-        Requests that other clients own are left out.
+        Call this for each ABORT message that the loop takes from the input queue. Requests that
+        other clients own are left out.
         """
         if not abort.taken:  # the message is also the first in `_aborts`
             self._aborts.get_nowait()
@@ -65,9 +66,10 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the request ids of the ABORT messages that wait in the input queue.
+        """Return the ids of the requests to abort for the ABORT messages in the input queue.
 
-        Each message is read only once. Requests that other clients own are left out.
+        The messages stay in the input queue, but later calls do not read them again. Requests that
+        other clients own are left out.
         """
         request_ids: list[str] = []
         while True:

@@ -288,7 +288,10 @@ class InputBatch:
         self.token_ids[rows, positions] = token_ids
 
     def append_pending(self, rows: Int64Array, tokens: SampledTokens) -> None:
-        """Append one token to each row, without waiting for the copy of the tokens to the host."""
+        """Append one token to each of `rows`. The tokens are pending until `settle` writes them.
+
+        Wait only for the copy of tokens that were already pending before this call.
+        """
         self._extend(rows)
         self._pending = tokens
         self._pending_index[rows] = np.arange(len(rows))
@@ -314,7 +317,7 @@ class InputBatch:
     def _fill_in(
         self, input_ids: torch.Tensor, scheduled: ScheduledRows, pending: SampledTokens
     ) -> None:
-        """Copy the pending tokens that a step runs into its `input_ids`, on the device."""
+        """Write the pending tokens that the step runs into `input_ids`, by a copy on the device."""
         sources = self._pending_index[scheduled.rows]
         is_pending = self.reaches_last_token(scheduled) & (sources >= 0)
         if is_pending.any():

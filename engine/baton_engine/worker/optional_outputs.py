@@ -27,10 +27,11 @@ def prompt_logprobs_of(
     compute_logits: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> dict[str, PromptLogprobs]:
-    """Return the log-probabilities of the prompt tokens that follow a step's tokens.
+    """Return the log-probabilities of prompt tokens, from the hidden states of a step.
 
-    The result is by request id. The entry of request i begins with the prompt token at position
-    `starts[i] + 1`. Requests without `prompt_logprobs` are left out.
+    The result is by request id. Each position predicts the next token, so the entry of request i
+    begins with the prompt token at position `starts[i] + 1`. Requests without `prompt_logprobs`,
+    and requests for which the step predicts no prompt token, are left out.
 
     Args:
         hidden: hidden states of the step's tokens, [num_tokens, hidden_size].

@@ -35,7 +35,7 @@ def pack_weights(model: Model) -> None:
 
 @torch.no_grad()
 def quantize_weights(model: Model, quantization: str) -> None:
-    """Round the weights of all matrix products of a model to int8 or int4, in place.
+    """Round the weights of matrix products of a model, except routers, to int8 or int4, in place.
 
     The output layer always gets int8 weights, because its rounding errors change the tokens
     directly. Embeddings, norms and routers of sparse layers keep their dtype. Routers are small,

@@ -97,7 +97,8 @@ class Worker:
 
         Args:
             store_address: address of the rendezvous store, through which ranks find each other.
-            generation: number of these groups. Groups from earlier calls have other numbers.
+            generation: number that identifies the groups of this call. All ranks pass the same
+                number, which no earlier call has used.
             host: address of this worker. If None, the address of the pod.
             secret: secret that authenticates clients of the store. Empty: no authentication.
 
@@ -225,7 +226,7 @@ class Worker:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
 
     def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
-        """Return the memory through which peers read and write the KV cache."""
+        """Create the memory through which peers read and write the KV cache."""
         return PeerMemory(cache, layout, self.config.kv_transfer.staging_bytes)
 
     def model_info(self) -> ModelInfo:
@@ -342,7 +343,10 @@ class Worker:
         sleep(self._model_runner, level)
 
     def wake_up(self, tags: list[str] | None = None) -> str:
-        """Restore the weights and an empty KV cache after `sleep`.
+        """Restore the weights, an empty KV cache or both after `sleep`.
+
+        Args:
+            tags: what to restore in this call: "weights", "kv_cache" or both. None: both.
 
         Returns:
             `ModelSpec.compatibility_hash`, which changes if other weights were loaded.

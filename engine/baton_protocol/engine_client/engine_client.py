@@ -169,7 +169,10 @@ class EngineClient:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, neither draining nor paused, and recently sent a message.
+        """Whether new requests may be sent to the engine.
+
+        The engine must be ready and neither draining nor paused. It must not be suspect, as defined
+        by `HeartbeatMonitor.is_suspect`.
 
         False before the first PONG, because the engine may be paused or stalled.
         """
@@ -279,8 +282,8 @@ class EngineClient:
     def abandon_requests(self, reason: str) -> None:
         """End all requests in flight with EngineDeadError, and ask the engine to abort them.
 
-        The connection stays open. Use this method if the engine makes no progress. When the engine
-        makes progress again, `ready_epoch` changes.
+        The connection stays open. Use this method if the engine makes no progress. `ready_epoch`
+        changes when the engine makes progress again and accepts requests.
 
         Args:
             reason: text of the error.

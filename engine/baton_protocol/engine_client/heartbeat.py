@@ -47,7 +47,8 @@ class HeartbeatMonitor:
     def end_interval(self, elapsed_s: float) -> None:
         """End the interval, which lasted `elapsed_s` seconds.
 
-        If no message arrived in the interval, add the interval to `silence_s`.
+        If a message arrived in the interval, `silence_s` does not change. Otherwise, it grows by
+        `elapsed_s`, but by at least `interval_s` and at most twice `interval_s`.
         """
         if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
@@ -71,7 +72,10 @@ class HeartbeatMonitor:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the engine has sent no message recently and must get no new requests."""
+        """Whether the engine has been silent for SUSPECT_AFTER_INTERVALS intervals or longer.
+
+        A suspect engine must get no new requests.
+        """
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:

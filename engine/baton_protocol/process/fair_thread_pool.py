@@ -14,10 +14,10 @@ _Calls = dict[Future[Any], Callable[[], Any]]
 
 
 class FairThreadPool:
-    """Runs calls in threads, one call of each client per round. Thread-safe.
+    """Runs calls in threads, and takes turns among the clients. Thread-safe.
 
-    The calls of a client start in the order of their submission. After a call of a client has
-    started, at most one call of each other client starts before the client's next waiting call.
+    The calls of one client start in the order of their submission. If several of them wait, then
+    between two consecutive ones, at most one call of each other client starts.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -27,9 +27,9 @@ class FairThreadPool:
         self._waiting: OrderedDict[str, _Calls] = OrderedDict()
 
     def submit(self, client: str, call: Callable[[], _Result]) -> Future[_Result]:
-        """Run `call` in a thread. Return the Future of its result.
+        """Run `call` in a thread when it is the turn of `client`. Return the Future of the result.
 
-        If the Future is cancelled while `call` waits, then `call` is dropped at once.
+        If the Future is cancelled before `call` starts, `call` is dropped at once.
         """
         future: Future[_Result] = Future()
         with self._lock:

@@ -12,10 +12,10 @@ MAX_PER_S = 30
 
 
 class MetricsText:
-    """Computes the text of a registry's metrics, at most MAX_PER_S times per second. Thread-safe.
+    """Computes the text of a registry's metrics, on average at most MAX_PER_S times per second.
 
-    The limit is a token bucket of MAX_PER_S tokens. A request above the limit gets the text of the
-    last computation, which is at most 1 / MAX_PER_S seconds old.
+    Thread-safe. The limit allows a burst of MAX_PER_S computations. A call of `get` above the limit
+    returns the text of the last computation, which is at most 1 / MAX_PER_S seconds old.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -137,10 +137,10 @@ class ReplyFormat:
         is_reasoning: bool,
         special_token_id: Callable[[str], int | None],
     ) -> StructuredOutput | None:
-        """Return the grammar of a completion with a `thinking_budget`.
+        """Return a grammar that limits the reasoning of a completion to its `thinking_budget`.
 
-        Return None if the model writes no reasoning, or if the client's grammar describes the whole
-        text.
+        Return None if the model writes no reasoning, or if the request has a grammar of its own,
+        which describes the whole text.
 
         Args:
             request: the checked request.
@@ -175,7 +175,9 @@ class ReplyFormat:
         )
 
     def _tool_format(self, request: ChatCompletionRequest, has_tools: bool) -> ToolFormat | None:
-        """Return the format of the tool calls; None if the reply contains no markers to parse.
+        """Return the format of the tool calls; None if the reply has no marker to look for.
+
+        Without tools, the reply has markers only if the format also marks the content.
 
         Raises:
             RequestError: the model's calls cannot be told apart from the JSON of response_format.
@@ -199,7 +201,7 @@ class Reply:
     """The grammar and the parser of one reply.
 
     Args:
-        parser: returns a parser for one sample of the reply.
+        parser: creates a parser for one of the sequences that the request generates.
         structured_output: the grammar of the reply; None: there is none.
         special_token_ids: the special tokens that the parser needs in the text.
     """

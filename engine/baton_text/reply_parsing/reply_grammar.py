@@ -54,8 +54,8 @@ class ReplyGrammar:
     def text(self, tool_format: ToolFormat | None) -> str:
         """Return a grammar of free text.
 
-        If `tool_format` has a text that begins the content, the grammar requires it. Otherwise, the
-        grammar also allows the special tokens of `tool_format`.
+        If `tool_format` has a text that begins the content, the grammar requires this text at the
+        beginning. Otherwise, the grammar also allows the special tokens of `tool_format`.
         """
         layout = None if tool_format is None else tool_format.layout
         if layout is not None and layout.content:
@@ -91,7 +91,7 @@ class ReplyGrammar:
         is_single: bool,
         content_schema: dict[str, Any] | None,
     ) -> str | None:
-        """Return the grammar of a reply with calls, or None if the reply gets no grammar.
+        """Return the grammar of a reply that may have tool calls; None if it is not constrained.
 
         The grammar makes calls complete, and their arguments follow the schema of the tool. Text
         outside the calls is free. With a `content_schema`, a reply is either calls or JSON of this

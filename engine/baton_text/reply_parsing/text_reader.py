@@ -229,7 +229,7 @@ class TextReader:
         return word
 
     def _error(self) -> BadSyntaxError:
-        """Return the error for a next character that the format does not allow."""
+        """Return EndOfTextError if the text ends at the current position, else BadSyntaxError."""
         is_end = self.has_ended and self._position == len(self._text)
         return EndOfTextError() if is_end else BadSyntaxError()
 
@@ -250,9 +250,9 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 @lru_cache(1024)
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the first marker, or the longest of those at the same position.
+    """Return a pattern whose search finds the marker that begins first in a text.
 
-    One search with the pattern reads the text once. A separate search for each marker would read
-    the text many times.
+    Of several markers that begin at the same position, the pattern matches the longest. One search
+    with the pattern reads the text once, instead of once for each marker.
     """
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")

@@ -78,7 +78,7 @@ class Calls:
     _arguments: list[str] = field(default_factory=list)
 
     def begin(self, name: str) -> None:
-        """Begin a call.
+        """Begin a call of the tool `name`. The call becomes the current call.
 
         Raises:
             BadSyntaxError: the request has no such tool.
@@ -108,7 +108,7 @@ class Calls:
         reader.mark()
 
     def cancel(self) -> None:
-        """Drop the current call, unless its start was already reported."""
+        """Drop the current call. If its start was already reported, end the call instead."""
         if self.is_guaranteed and self._name is not None:
             self.num_calls += 1
         self._name = None

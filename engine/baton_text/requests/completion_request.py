@@ -71,6 +71,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         """Return the prompts. Each prompt is a text or a list of token ids.
 
         Raises:
-            RequestError: `prompt` has another form, or one of its lists is empty.
+            RequestError: `prompt` is neither a prompt nor a list of prompts of one kind, or a list
+                is empty.
         """
         return prompt_list(self.prompt, "prompt")

@@ -220,8 +220,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def num_options(self) -> int:
         """Number of entries of `logit_bias`, `allowed_token_ids` and `bad_words` in all sequences.
 
-        Each character of `bad_words` is an entry. The number is 0 if one sequence has at most
-        FREE_OPTION_ENTRIES entries.
+        Each character of `bad_words` is an entry. All sequences have the same entries. If these
+        are at most FREE_OPTION_ENTRIES per sequence, the number is 0.
         """
         num_entries = sum(self._num_entries(name) for name in _LONG_OPTIONS)
         return num_entries * self.num_sequences if num_entries > FREE_OPTION_ENTRIES else 0

@@ -101,7 +101,7 @@ class ScoreRequest(PoolingRequest, kw_only=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The pairs of texts to score. A single first text is paired with every second text.
+        """The pairs of texts to score. A single `text_1` is paired with each text of `text_2`.
 
         Raises:
             RequestError: `text_1` has neither one text nor as many texts as `text_2`.

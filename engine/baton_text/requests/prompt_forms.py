@@ -21,7 +21,8 @@ def prompt_list(given: PromptForms, field: str) -> list[str | list[int]]:
         field: name of the field, for errors.
 
     Raises:
-        RequestError: the field has another form, or one of its lists is empty.
+        RequestError: the field is neither a prompt nor a list of prompts of one kind, or a list is
+            empty.
     """
     if isinstance(given, str):
         prompts: list[str | list[int]] = [given]

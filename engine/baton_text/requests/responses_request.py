@@ -96,7 +96,7 @@ class KeptOutput(msgspec.Struct):
 
 
 class Earlier(msgspec.Struct):
-    """The conversation that a request continues, and the stored responses to which it refers."""
+    """The conversation that a request continues, and the responses that the request refers to."""
 
     #: The messages of the conversation so far, without instructions.
     messages: list[ChatMessage] = []
@@ -188,7 +188,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             )
 
     def referenced_ids(self) -> list[str]:
-        """Return the ids of the items of stored responses to which the input refers.
+        """Return the ids in the item references of the input. They name stored output items.
 
         Raises:
             RequestError: an item_reference has no id, or two references have the same id.
@@ -238,9 +238,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return request
 
     def input_messages(self, kept: Mapping[str, InputItem] = {}) -> list[ChatMessage]:
-        """Convert the items of the input to chat messages.
+        """Convert the input, a text or a list of items, to chat messages.
 
-        A function call is added to the preceding message if that is the assistant's.
+        A function call is added to the preceding message if the assistant sent that message.
+        Otherwise, the call gets a new message.
 
         Args:
             kept: items of stored responses, by id.
@@ -328,10 +329,10 @@ def _has_only_reasoning(message: ChatMessage) -> bool:
 def _text(
     content: str | list[InputPart] | None, where: str, types: tuple[str, ...] = _TEXT_TYPES
 ) -> str:
-    """Return a text, or the joined texts of parts.
+    """Return `content` as one text. The texts of parts are joined with line breaks.
 
     Raises:
-        RequestError: the field is missing, a part's type is not in `types`, or a part has no text.
+        RequestError: `content` is None, a part's type is not in `types`, or a part has no text.
     """
     if content is None:
         raise RequestError(f"{where} is required", param=where)

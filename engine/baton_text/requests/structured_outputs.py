@@ -123,8 +123,8 @@ def check_bad_words(words: list[str]) -> None:
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
     """Return the token sequences that must not be generated.
 
-    The first sequence of a bad word has the word's tokens at the start of a text. If the word has
-    other tokens after a space, a second sequence has the tokens of the space and the word.
+    The first sequence of a bad word has the word's tokens at the start of a text. The second has
+    the tokens of a space and the word. It is left out if it ends with the first sequence.
 
     Raises:
         ValueError: there are too many words or characters, or a word is empty.

@@ -117,7 +117,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ModelResponse(msgspec.Struct, kw_only=True):
-    """The first fields of every response and chunk with a model's output."""
+    """Base of the responses and chunks in OpenAI's form: the fields that all of them have."""
 
     #: Id of the request, the same in all chunks.
     id: str
@@ -195,7 +195,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(ModelResponse, kw_only=True):
-    """The response of a completion, or a chunk of a streamed one, which has the same fields."""
+    """The response to a completion request, or a chunk of its stream, with the same fields."""
 
     #: The answers. A chunk has one choice, or none if it has `usage`.
     choices: list[CompletionChoice]

@@ -192,6 +192,6 @@ class Reservation:
         self._num_sequences, self._num_options = num_sequences, num_options
 
     def release(self) -> None:
-        """Stop counting the request."""
+        """Stop counting the sequences and `num_options` of the request."""
         self._admission._release(self._num_sequences, self._num_options, self._client)
         self._num_sequences = self._num_options = 0

@@ -18,10 +18,10 @@ MAX_ADDRESSES = 4096
 
 
 class AuthDelays:
-    """Delays of 401 responses to client addresses that get many of them.
+    """Delays the 401 responses to an address that has got many 401 responses.
 
-    Requests with a valid key are not delayed. All clients behind one proxy have the proxy's
-    address, even if only one of them guesses keys.
+    Requests with a valid key are not delayed. All clients behind a proxy have the proxy's address.
+    If one of these clients guesses keys, the 401 responses to all of them are delayed.
 
     Args:
         clock: returns the time in seconds.
@@ -45,7 +45,10 @@ class AuthDelays:
 
 
 def _network(address: str) -> str:
-    """Return the address, or the /64 network of an IPv6 address, which one client may have."""
+    """Return an IPv4 address unchanged, and for an IPv6 address its /64 network.
+
+    One client may use all addresses of a /64 network.
+    """
     if ":" not in address:
         return address
     return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))

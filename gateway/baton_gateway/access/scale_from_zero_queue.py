@@ -32,8 +32,9 @@ class ScaleFromZeroQueue:
     """Holds requests until a decode engine is available.
 
     Args:
-        hold_s: longest time for which a request waits; 0: the queue is not enabled.
-        queue_wait_s: longest wait for the gateway's first decode engine if `hold_s` is 0.
+        hold_s: longest time in seconds that a request waits; 0: the queue is not enabled.
+        queue_wait_s: longest wait in seconds for the gateway's first decode engine. Applies only
+            if `hold_s` is 0.
         limit: maximum number of requests that wait at the same time.
     """
 
@@ -64,8 +65,8 @@ class ScaleFromZeroQueue:
     async def wait(self, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Wait until a decode engine is available.
 
-        If the queue is not enabled, requests wait only until the gateway has had its first decode
-        engine. If the service is scaled to zero by hand, requests are refused at once.
+        If the service is scaled to zero by hand, the request is refused at once. Otherwise, there
+        is no wait if the queue is not enabled and the gateway has had a decode engine before.
 
         Args:
             keep_alive: called every KEEP_ALIVE_S during the wait. None: not called.

@@ -149,7 +149,7 @@ class GenerationEndpoint(Generic[Body]):
         return body, request, size
 
     def _start(self, body: Body, job: Job, client: str | None) -> GenerationWriter[Body]:
-        """Return the writer of the response, and drop values that the running job does not need."""
+        """Prepare to run `job`: return the writer, and call `release_prompt` on the requests."""
         writer = self._api.writer(body, job, client)
         body.release_prompt()
         job.request.release_prompt()

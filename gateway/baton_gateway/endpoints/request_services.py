@@ -78,10 +78,10 @@ class RequestServices:
     async def send(
         self, http: web.Request, body: bytes, left_s: float = math.inf
     ) -> web.StreamResponse:
-        """Return the response with the JSON `body`.
+        """Return the response with the JSON `body`. Send the response first if it is large.
 
-        A large response is sent before this method returns. It counts in the budget `bodies` until
-        the client has read it.
+        A small response is sent by aiohttp when the handler has returned it. A large response
+        counts in the budget `bodies` until the client has read it.
 
         Args:
             http: the request.
@@ -94,5 +94,5 @@ class RequestServices:
 
 
 def served_name(config: GatewayConfig) -> str:
-    """Return the model name that clients use: the configured one, or the name of the folder."""
+    """Return the model name that clients use: `served_name`, or the last part of `path`."""
     return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]

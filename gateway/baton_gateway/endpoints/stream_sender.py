@@ -42,7 +42,10 @@ class StreamSender:
         await self._send(self._encode(self._writer.opening()))
 
     async def send_output(self, choice: Choice, output: TextOutput) -> None:
-        """Send the events of one output of `choice`, and remove the output's prompt logprobs."""
+        """Send the events of one output of `choice`.
+
+        Then set the output's `prompt_logprobs` to None, to free memory.
+        """
         # Also send tokens without text: clients measure the time between tokens by the chunks.
         if output.text or output.token_ids or output.finish_reason is not None:
             self._writer.job.num_streamed_tokens += len(output.token_ids)

@@ -93,8 +93,8 @@ class BodyBudget:
     def add_response(self, charge: BodyCharge, num_bytes: int) -> None:
         """Add a finished response to `charge`, which must be empty.
 
-        This call does not refuse requests to make room for the response. Later calls count the
-        response.
+        This call refuses no requests to make room for the response, even if the response exceeds
+        the budget. The next call that adds bytes refuses requests if the budget is still exceeded.
         """
         self._make_room()
         self._count(charge, num_bytes)
@@ -150,7 +150,7 @@ class BodyBudget:
 
 
 class BodyCharge:
-    """The part of a budget that the body of one request uses."""
+    """The bytes of one request, or of its response, that count in a BodyBudget."""
 
     def __init__(self, budget: BodyBudget, client: str | None) -> None:
         self._budget = budget

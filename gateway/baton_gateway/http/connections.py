@@ -106,13 +106,13 @@ class Connections:
         return True
 
     def on_bytes(self, connection: ClientConnection) -> None:
-        """Shorten the deadline of a waiting connection, because a request has begun to arrive."""
+        """Limit the time for the head of a request, which has begun to arrive on a connection."""
         if connection in self._waiting:
             latest = asyncio.get_running_loop().time() + HEAD_TIMEOUT_S
             self._waiting[connection] = min(self._waiting[connection], latest)
 
     def on_request(self, connection: ClientConnection) -> None:
-        """End the wait of a connection, because the head of a request is complete."""
+        """Stop counting a connection as waiting, because the head of a request is complete."""
         self._waiting.pop(connection, None)
 
     def on_response(self, connection: ClientConnection, timeout_s: float) -> None:
@@ -168,11 +168,11 @@ def response_headers(request: web.BaseRequest) -> dict[str, str]:
 
 
 class ClientConnection(web.RequestHandler):
-    """A client's connection. It is counted in `connections`, and responds to invalid HTTP.
+    """A client's connection, which is counted in `connections` and answers invalid HTTP.
 
-    The path of malformed HTTP is unknown, so the error has OpenAI's shape. Other errors have the
-    shape of the path's API. Neither response nor log quotes the request, which may contain an API
-    key.
+    The response to malformed HTTP has OpenAI's shape, because the path is unknown. Other errors
+    have the shape of the path's API. Neither response nor log quotes the request, which may contain
+    an API key.
     """
 
     __slots__ = ("_connections", "_cors", "_head_bytes", "_payload")
@@ -231,14 +231,17 @@ class ClientConnection(web.RequestHandler):
     def request_received(self, *, is_compressed: bool) -> None:
         """Record that the head of a request is complete.
 
-        After a response, aiohttp would read and decompress the rest of the body. This method turns
-        that off for a compressed body, which may expand to gigabytes.
+        After the response to a request, aiohttp reads and decompresses the rest of the request's
+        body. For a compressed body, which may expand to gigabytes, this method prevents that.
         """
         self._lingering_time = 0.0 if is_compressed else LINGER_S
         self._connections.on_request(self)
 
     def end_request(self) -> None:
-        """Count the connection as waiting for a request, even if a response is still due."""
+        """Treat the current request as ended: count the connection as waiting for a request.
+
+        A new connection may then evict this connection, even if the response is still due.
+        """
         self._connections.on_response(self, WRITE_TIMEOUT_S)
 
     async def finish_response(
@@ -310,7 +313,7 @@ asyncio.sslproto.SSLProtocol.max_size = MAX_READ_BYTES
 
 
 class TLSHandshake(asyncio.Protocol):
-    """Counts a connection, runs its TLS handshake, and then makes `connection` its protocol.
+    """Counts a new connection and runs its TLS handshake. `connection` takes over afterwards.
 
     asyncio's own TLS servers call `connection_made` only after the handshake. With them,
     connections in a handshake would not be counted.
@@ -383,7 +386,7 @@ def connection_limit(max_connections: int, max_concurrent_requests: int) -> int:
     """Return the maximum number of clients' connections.
 
     The result is `max_connections`, or fewer if so many connections would need more than half of
-    the process's file descriptors or memory.
+    the process's limit on file descriptors or on memory.
     """
     limit = bounded_by_resources(max_connections, 2)
     if limit < max_connections:

@@ -33,7 +33,10 @@ class CORS:
         self._origins = frozenset(allowed_origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """Return the CORS headers for a response to `request`; none if CORS is off."""
+        """Return the CORS headers for a response to `request`; empty if CORS is off.
+
+        If the origin of `request` is not allowed, the only header is Vary.
+        """
         if not self._origins:
             return {}
         headers: dict[str, str] = {}

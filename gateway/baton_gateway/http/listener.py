@@ -39,7 +39,7 @@ async def listen(
         host: address to bind.
         port: port to bind; 0: any free port.
         context: the TLS context; None for HTTP without TLS.
-        connections: counts and limits the connections.
+        connections: the open connections of this port, with a limit on their number.
         cors: sets the CORS headers of the error responses to malformed HTTP requests.
 
     Raises:

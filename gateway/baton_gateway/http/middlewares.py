@@ -40,7 +40,11 @@ class RequestCounter:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Call `handler`. Count the request after the handler has returned or was cancelled."""
+        """Call `handler`, and then count the request with its final status.
+
+        If the handler was cancelled, for example because the client disconnected, the status is
+        499 (CLIENT_CLOSED_REQUEST).
+        """
         status = CLIENT_CLOSED_REQUEST
         try:
             response = await handler(request)
@@ -83,7 +87,8 @@ class Authentication:
 
     Args:
         keys: authenticates clients; None if clients need no API key.
-        shutdown: the graceful shutdown, which waits until no more requests arrive.
+        shutdown: receives the path of each accepted request. A graceful shutdown first waits until
+            no more requests arrive.
     """
 
     def __init__(self, keys: ApiKeys | None, shutdown: GracefulShutdown) -> None:

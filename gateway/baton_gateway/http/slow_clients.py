@@ -80,11 +80,11 @@ def abort_if_unread(
 async def send_json(
     http: web.Request, body: bytes, timeout_s: float, charge: BodyCharge | None = None
 ) -> web.StreamResponse:
-    """Return the response with the JSON `body`.
+    """Return a response with the JSON `body`, after sending it if `body` is large.
 
-    A large response is sent before this function returns, so that the request counts as in flight
-    until the client has read the response. A client that has not read a large response within
-    `timeout_s` is disconnected.
+    A large body has more than BUFFERED_BYTES. Its request counts as in flight while the response is
+    sent. If sending takes longer than `timeout_s`, the client is disconnected. With a smaller body,
+    aiohttp sends the returned response.
 
     Args:
         charge: counts the bytes of a large response. None if the bytes of `body` are already

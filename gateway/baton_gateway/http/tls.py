@@ -17,7 +17,7 @@ PRIVATE_KEY = "tls.key"
 
 
 class ServerCertificate:
-    """A TLS context with the newest valid certificate of a folder.
+    """A TLS context with the certificate in a folder. `refresh` loads a changed certificate.
 
     Args:
         folder: the folder of the files tls.crt and tls.key, in PEM format.

@@ -22,7 +22,7 @@ class CacheSalts:
     Args:
         access: the configuration, which says which clients share cached blocks.
         service_key: key with which client names are hashed. All gateways with the same key compute
-            the same salts. None: the hash has an empty key.
+            the same salts. None: the hash uses an empty key.
     """
 
     def __init__(self, access: AccessConfig, service_key: ServiceKey | None) -> None:

@@ -109,7 +109,7 @@ class Generator:
         queue: OutputQueue,
         on_output: Callable[[int, int], None],
     ) -> None:
-        """Run one sequence. Put its texts into `queue`, and finally its end or its failure."""
+        """Run the sequence of `run`, and put its texts, then its end or failure, into `queue`."""
         try:
             timer = TokenTimer(self._metrics, job.started)
             needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
@@ -145,7 +145,11 @@ class Generator:
 async def sequence_tasks(
     work: Iterable[tuple[Sequence, Coroutine[Any, Any, _Result]]],
 ) -> AsyncIterator[list[asyncio.Task[_Result]]]:
-    """Run a task for each sequence. At the end of the `with` block, cancel unfinished tasks."""
+    """Start a task for each coroutine of `work`, and yield the tasks.
+
+    Each coroutine runs the sequence that is paired with it. At the end of the `with` block,
+    unfinished tasks are cancelled.
+    """
     tasks: list[asyncio.Task[_Result]] = []
     num_tokens = 0
     try:
@@ -171,9 +175,9 @@ def _num_options(sequence: Sequence) -> int:
 async def _texts(
     request: GenerationRequest, run: SampleRun, output: EngineCoreOutput
 ) -> list[tuple[Choice, TextOutput]]:
-    """Return each choice of `run` with its text from one engine output.
+    """Convert an engine output of `run` to text, and return pairs of (choice, text).
 
-    A run has one choice, or one per beam of a beam search.
+    A beam search gives one pair for each beam. Otherwise the result has one pair.
     """
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
@@ -190,7 +194,7 @@ async def _texts(
 
 
 def _beams(run: SampleRun, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
-    """Return the text of each beam with its choice, the best beam first.
+    """Return a pair (choice, text) for each beam in `output`, the best beam first.
 
     A search may end with fewer beams than the requested beam width. The choices without a beam are
     then removed from `run`.

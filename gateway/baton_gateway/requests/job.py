@@ -56,11 +56,10 @@ class PromptJob:
         return [choice for run in self.runs for choice in run.choices]
 
     async def share_logprobs(self, run: SampleRun, output: EngineCoreOutput) -> PromptLogprobs:
-        """Return the prompt's logprobs, which all runs of the prompt share.
+        """Return the prompt's logprobs for `run`, whose first output is `output`.
 
-        The engine sends the prompt logprobs only to the prompt's first run, in the first output of
-        that run. All later runs of the prompt wait for this output. If the first run fails, the
-        job fails.
+        The engine sends them only to the prompt's first run, which stores them from `output`. All
+        other runs wait until they are stored. If the first run fails, the job fails.
         """
         if run is self.runs[0]:
             self.logprobs = output.prompt_logprobs or []  # a prompt of one token has none

@@ -42,7 +42,7 @@ PROMPT_END = 32
 
 
 class _Prompts(NamedTuple):
-    """The tokenized prompts of a request. Lists have one entry per prompt."""
+    """The tokenized prompts of a request. Each list field has one entry per prompt."""
 
     id_prefix: str  #: Prefix of the response's id, such as `cmpl`.
     field: str  #: The field of the request that has the prompts, for errors.
@@ -317,7 +317,7 @@ class JobBuilder:
 
 
 def check_priority(priority: int | None, access: AccessConfig) -> None:
-    """Raise RequestError if clients may not send this priority. None is always allowed."""
+    """Raise RequestError if `priority` is below `access.min_priority`. None is always allowed."""
     lowest = access.min_priority
     if priority is not None and priority < lowest:
         raise RequestError(

@@ -63,10 +63,10 @@ class CollectedOutput:
             self._tool_calls += output.reply.tool_calls
 
     def continues_with(self, output: TextOutput) -> bool:
-        """Return whether one event of a stream may contain `output` and the outputs so far.
+        """Return whether `output` may be joined to the outputs that were added before.
 
-        False if the event would be too long, or if joining would change the order of reasoning,
-        text and tool calls.
+        False if the result would have more than MAX_JOINED_TOKENS tokens, or if joining would
+        change the order of reasoning, text and tool calls.
         """
         if len(self._token_ids) + len(output.token_ids) > MAX_JOINED_TOKENS:
             return False
@@ -77,7 +77,7 @@ class CollectedOutput:
         )
 
     def output(self) -> TextOutput:
-        """Return all outputs as one."""
+        """Return one output that joins all added outputs."""
         calls = merge_deltas(self._tool_calls)
         reply = ReplyDelta(self._reasoning.getvalue(), self._content.getvalue(), calls)
         return TextOutput(
@@ -126,7 +126,7 @@ class OutputQueue:
         joined.add(output)
 
     def end_sequence(self) -> None:
-        """Record that one sequence has ended. For this record, `get` returns None."""
+        """Add the end of one sequence, for which `get` returns None after all earlier outputs."""
         self._events.append(None)
         self._arrived.set()
 
@@ -136,7 +136,9 @@ class OutputQueue:
         self._arrived.set()
 
     async def get(self) -> tuple[Choice, TextOutput] | None:
-        """Wait for the next output, and return it with its choice; None if a sequence has ended.
+        """Remove and return the next output with its choice, or None for the end of a sequence.
+
+        If the queue is empty, wait for the next entry.
 
         Raises:
             Exception: the failure of a sequence.

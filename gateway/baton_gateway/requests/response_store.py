@@ -62,8 +62,7 @@ class ResponseStore:
     If clients need no API key, all of them count as one client with the name None.
 
     Args:
-        max_bytes: limit on the bytes of all conversations. A container with little memory has a
-            lower limit.
+        max_bytes: limit on `num_bytes`. A container with little memory has a lower limit.
     """
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
@@ -78,7 +77,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all stored conversations."""
+        """Bytes of all stored responses and their conversations, with OVERHEAD_BYTES for each."""
         with self._lock:
             return self._sizes.total()
 
@@ -88,7 +87,11 @@ class ResponseStore:
         messages: Sequence[ChatMessage | msgspec.Raw],
         client: str | None,
     ) -> None:
-        """Store a response, unless it is too long. Delete old responses to keep the limits."""
+        """Store a response with its conversation `messages`, unless they are too long together.
+
+        The oldest responses are deleted while those of the client exceed the limit per client, or
+        all responses exceed the limit of the store.
+        """
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         limit = self._max_bytes if client is None else self._max_bytes // CLIENT_SHARE
         if stored.size > min(limit, MAX_CONVERSATION_BYTES):

@@ -30,7 +30,11 @@ class PoolMember:
 
     @property
     def is_available(self) -> bool:
-        """Whether the engine accepts new requests, according to the last heartbeat."""
+        """Whether new requests may be sent to the engine.
+
+        False if discovery no longer lists the engine or lists it as draining, if the engine is not
+        connected, or if its heartbeats are late or show that it accepts no requests.
+        """
         if self.client is None or self.has_left() or self.endpoint.draining:
             return False
         return self.client.accepts_requests
@@ -57,9 +61,9 @@ class PoolMember:
     def load(self) -> tuple[bool, float, float, float]:
         """Return a sort key, which is smallest for the least loaded engine.
 
-        The key consists of: whether the engine is slow, its number of requests, its KV cache usage,
-        and a random number to break ties. The number of requests of other gateways is from the last
-        heartbeat.
+        The key consists of: whether the engine is slow, its number of requests from all gateways,
+        its KV cache usage, and a random number to break ties. Usage and the requests from other
+        gateways are known from the last heartbeat.
         """
         client = self.ready_client
         usage = 0.0 if client.status is None else client.status.kv_cache_usage

@@ -64,10 +64,10 @@ class RetryState:
 
     @property
     def is_waiting_for_capacity(self) -> bool:
-        """Whether the sequence has generated tokens and the engine of the last attempt was full.
+        """Whether the sequence waits for capacity, because it has tokens and its engine was full.
 
-        Such a sequence waits for an engine. A sequence without tokens fails if all engines are
-        full.
+        "Its engine" is the engine of the last attempt. A sequence without generated tokens does
+        not wait: it fails if all engines are full.
         """
         failure = self.last_failure
         return (

@@ -55,7 +55,7 @@ Implementation = Literal["triton", "cpp", "torch", "reference"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Attention data that all layers of a step share, made by `plan_attention`."""
+    """Sequences, options and precomputed data of a step's attention, which all layers share."""
 
     implementation: Implementation
     query_shape: torch.Size  #: [num_tokens, num_heads, head_dim].

@@ -15,7 +15,7 @@ from baton_kernels.kernel_arguments import Heads
 
 
 class SplitKVBatch(NamedTuple):
-    """Number and lengths of a step's sequences."""
+    """Number of sequences in a step, with the number of queries and tokens of each sequence."""
 
     cu_seqlens_q_ptr: tl.tensor  #: int32 [num_seqs + 1].
     seq_lens_ptr: tl.tensor  #: int32 [num_seqs].
@@ -25,9 +25,9 @@ class SplitKVBatch(NamedTuple):
 class Partials(NamedTuple):
     """Partial results of segments, which `join_segments_kernel` joins.
 
-    An item is one segment of the batch. If a sequence has only one segment, the attention kernel
-    writes the sequence's final result to the output. It then writes only `segments_ptr` of this
-    tuple.
+    The dimension `items` has an entry for each segment of the batch. For a sequence with only one
+    segment, the attention kernel writes the final result to the attention output. In `Partials`, it
+    then writes only the sequence's row of `segments_ptr`.
     """
 
     #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
@@ -68,7 +68,7 @@ def find_segment(
     WINDOW: tl.constexpr,
     SCAN: tl.constexpr,  # sequences read at once
 ):
-    """Find segment number `item` of the batch, counted sequence by sequence.
+    """Find the sequence of segment `item`. Segments count from 0, sequence by sequence.
 
     Returns:
         (sequence, index of the segment in the sequence, number of segments of the sequence). The

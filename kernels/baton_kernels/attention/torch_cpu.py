@@ -87,7 +87,7 @@ def _attend(
 class _Group:
     """The queries of one SDPA call: a prefill chunk, or sequences with one query each (decodes).
 
-    All decodes of a group have the same number of blocks.
+    All decodes of a group attend to the same number of cache blocks.
     """
 
     queries: slice | Tensor | None  #: Indices into the batch's queries; None for all.
@@ -194,7 +194,10 @@ class GatherPlan:
         return slice(first // self.block_size, -(-end // self.block_size))
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """Map block ids [n, num_blocks] to rows of the caches [n * num_kv_heads * num_blocks]."""
+        """Map block ids [n, num_blocks] to row numbers [n * num_kv_heads * num_blocks].
+
+        A row of a cache contains the tokens of one block and KV head (`matrix`).
+        """
         heads = torch.arange(self.num_kv_heads)[:, None] * self._rows_per_head
         return (blocks.long()[:, None] * self._rows_per_block + heads).flatten()
 

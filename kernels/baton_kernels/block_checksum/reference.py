@@ -44,7 +44,11 @@ def sum_runs_reference(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.
 
 @functools.lru_cache(maxsize=8)
 def factors(start: int, count: int) -> Tensor:
-    """Return the factors u(k) of the word sum for k in [start, start + count), as int64."""
+    """Return u(k) for k in [start, start + count), as int64.
+
+    The weight of a word in the word sum is the product of two values of u. The module docstring of
+    `baton_kernels.block_checksum` defines u.
+    """
     z = torch.arange(start, start + count) + _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -52,7 +56,7 @@ def factors(start: int, count: int) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right, filled with zeros. torch's own shift repeats the sign bit."""
+    """Return z shifted right by `bits`, with zeros shifted in. torch's shift repeats the sign."""
     return (z >> bits) & (2 ** (64 - bits) - 1)
 
 

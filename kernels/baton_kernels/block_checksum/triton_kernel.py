@@ -88,5 +88,11 @@ def block_sums_triton(
 
 @functools.lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the word sum's inner factors [PERIOD] and outer factors [number of periods]."""
+    """Return the two factors of the weights for a run of `num_words` words.
+
+    Word i has the weight inner[i % PERIOD] * outer[i // PERIOD].
+
+    Returns:
+        inner, of shape [PERIOD], and outer, of shape [ceil(num_words / PERIOD)].
+    """
     return factors(0, PERIOD).to(device), factors(OUTER_OFFSET, -(-num_words // PERIOD)).to(device)

@@ -125,10 +125,10 @@ def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
 
 
 def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
-    """Group the pairs into chains, which may be copied at the same time.
+    """Group the pairs into chains that may be copied in parallel with each other.
 
-    The pairs of a chain must be copied in order. A block that is a target in one chain occurs in no
-    other chain.
+    The pairs of one chain must be copied in order. A block that is a target in one chain occurs in
+    no other chain.
     """
     listed: list[tuple[int, int]] = [(source, target) for source, target in pairs.tolist()]
     parent = {target: target for _, target in listed}  # a forest over written blocks
@@ -148,9 +148,9 @@ def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, length) for each run of consecutive pairs of blocks.
+    """Yield (first source, first target, number of pairs) for each run of adjacent blocks.
 
-    In a run, both the sources and the targets are consecutive.
+    From one pair of a run to the next, the source and the target both increase by 1.
     """
     first_source = first_target = length = 0
     for source, target in pairs.tolist():

@@ -35,7 +35,10 @@ def native_instructions(dtype: torch.dtype) -> str:
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> Implementation | None:
-    """Return the faster implementation for packed weights; None if weights cannot be packed."""
+    """Return the faster implementation for packed weights of this dtype and device.
+
+    None if such weights cannot be packed.
+    """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None
     has_tiles = dtype is torch.bfloat16 and native_instructions(dtype) == "amx_bf16"

@@ -34,8 +34,8 @@ class QuantizedWeight(nn.Module):
     Attributes:
         shape: (out_features, in_features).
         bits: 8 or 4.
-        data: the values, in [-127, 127] or [-8, 7]. With compiled operations, the values are packed
-            for these operations. Otherwise they are int8 of shape `shape`.
+        data: the values, in [-127, 127] for int8 and in [-8, 7] for int4. With compiled operations,
+            the values are packed for these operations. Otherwise they are int8 of shape `shape`.
         scales: float32 of shape [out_features] for int8. For int4, bfloat16 of shape [out_features,
             ceil(in_features / 32)]. If the values are packed, the int4 scales are packed too.
     """
@@ -136,8 +136,8 @@ def _round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize `weight` to int4, with a scale for each group of GROUP inputs.
 
-    For each group, every factor of INT4_FACTORS gives a scale. The scale with the least sum of
-    squared errors is used.
+    For each group, a scale is computed from each factor of INT4_FACTORS. The group gets the scale
+    with the least sum of squared rounding errors.
 
     Returns:
         (values, scales), with the values as int8 and the scales as bfloat16.

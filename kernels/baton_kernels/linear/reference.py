@@ -27,9 +27,10 @@ def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_int8_reference(x: Tensor) -> Tensor:
-    """Round `x` to int8 like the compiled product, and return the represented values in float64.
+    """Round `x` to int8 as the compiled `quantized_linear` does, and return float64 values.
 
-    Each group of GROUP inputs in a row has its own scale.
+    The result has the values that the int8 numbers represent. Each group of GROUP inputs in a row
+    has its own scale.
     """
     groups = functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)

@@ -20,10 +20,10 @@ ExpertWeights = Tensor | Sequence[Weight] | nn.ModuleList
 
 
 class ExpertList(tuple[Any, ...]):
-    """A tuple of one weight per expert, with the tensors that the C++ operation reads.
+    """A tuple of one weight per expert, with the tensors that the C++ `run_experts` reads.
 
     Attributes:
-        data: the packed weights. Empty if the operation cannot read one of the weights.
+        data: the packed weights. Empty if `run_experts` in C++ cannot read one of them.
         scales: the scales of the packed weights. Empty if `data` is empty or the weights are not
             quantized.
     """

@@ -25,7 +25,7 @@ from baton_kernels.moe.routing_triton import align_pairs
 def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Return (row tile, weight tile) of a program.
 
-    GROUP_M adjacent programs share a weight tile, which stays in the L2 cache.
+    Up to GROUP_M successive programs have the same weight tile, which stays in the L2 cache.
     """
     group = program // (GROUP_M * TILES_N)
     within = program % (GROUP_M * TILES_N)

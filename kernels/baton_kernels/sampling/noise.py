@@ -21,12 +21,12 @@ _MANTISSA_BITS = 52  # one bit less than float64 has, so that u stays below 1
 
 
 def noise_key(seed: int, position: int, sample_index: int) -> int:
-    """Return the 64-bit key of the noise for one position of one sample."""
+    """Return the 64-bit key from which the noise of every token id is computed."""
     return _mix(_mix(_mix(seed) + position) + sample_index)
 
 
 def keys_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
-    """Convert keys to an int64 tensor of shape [len(keys)]."""
+    """Convert unsigned 64-bit keys to an int64 tensor of shape [len(keys)] with the same bits."""
     return torch.tensor([signed(key) for key in keys], dtype=torch.int64, device=device)
 
 

@@ -121,7 +121,7 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
 
     Returns:
         Chosen token ids and their scores, [rows, 1] each. A score is logit / temperature + noise,
-        or -inf in a row without candidates.
+        or -inf in a row where no candidate remains.
     """
     token_ids, present = _compact(candidates, len(logits))
     scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(
@@ -180,19 +180,23 @@ def _top_p_bound(
 
 
 def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
-    """Return each probability divided by the best token's, in units of 2**-32, rounded."""
+    """Return exp(scaled - best) in units of 2**-32, rounded.
+
+    This is the token's probability relative to the probability of the row's most likely token.
+    """
     return (scaled - best).exp_().mul_(_UNIT).round_()
 
 
 def _compact(places: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor]:
-    """Convert a list of (row, column) entries to a padded matrix of each row's columns.
+    """Collect the column indices of each row, and pad them to equal length.
 
     Args:
         places: row indices and column indices of the entries, ordered by row.
         num_rows: number of rows.
 
     Returns:
-        Column indices [num_rows, largest count of a row], and a mask of the valid indices.
+        Column indices [num_rows, largest number of entries in a row, at least 1], and a mask that
+        is false for padding.
     """
     rows, columns = places
     counts = torch.bincount(rows, minlength=num_rows)

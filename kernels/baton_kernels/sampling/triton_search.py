@@ -25,7 +25,10 @@ _TO_INTEGER = tl.constexpr(2.0**52)
 
 
 class Tokens(NamedTuple):
-    """Tokens of a row that a search reads: all tokens, the gathered tokens, or the block maxima."""
+    """Tokens of one row for `search`: either all tokens of the row, or a list of token keys.
+
+    The list has the gathered tokens, which reach a lower bound, or the best token of each block.
+    """
 
     row_ptr: tl.tensor  #: float32 [vocab_size]: logits of the row.
     gathered_ptr: tl.tensor  #: int64 [gathered]: token keys of gathered tokens, or of block maxima.
@@ -96,7 +99,10 @@ def gumbel_of(noise_key, token_id):
 
 @triton.jit
 def relative_weight(scaled, best):
-    """Return each probability divided by the best token's, in units of 2**-32, rounded."""
+    """Return exp(scaled - best) in units of 2**-32, rounded.
+
+    This is the token's probability relative to the probability of the row's most likely token.
+    """
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
 
@@ -112,9 +118,10 @@ def load_token_keys(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, key, WEIGH: tl.constexpr):
-    """Return the amount of each token for `search`: `relative_weight`, or 1 without WEIGH.
+    """Return the amount that each token adds to the total of `search`.
 
-    The amount is 0 for masked tokens and for tokens that min_p removes.
+    The amount is the token's `relative_weight`; without WEIGH, it is 1. For masked tokens and for
+    tokens that min_p removes, it is 0.
     """
     x = logit_of(key)
     scaled = x.to(tl.float64) / tokens.temperature
@@ -126,7 +133,10 @@ def amount_of(tokens: Tokens, key, WEIGH: tl.constexpr):
 
 @triton.jit
 def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """Return the sum of `amount_of` over the tokens whose keys are at least `threshold`."""
+    """Return the total amount (`amount_of`) of the tokens that reach `threshold`.
+
+    A token reaches a token key if its own key is at least as high.
+    """
     result = tl.zeros([], tl.float64)
     for start in range(0, tokens.in_row + tokens.gathered, TILE):
         key = load_token_keys(tokens, start, TILE)
@@ -154,8 +164,8 @@ def search(
 
     Returns:
         A token key that bounds the set. The tokens of the set have this key or higher keys. All
-        other tokens with a positive amount have lower keys. If the total of all tokens is less than
-        `wanted`, the result is `left`.
+        other tokens with a positive amount have lower keys. If the total of the tokens that
+        reach `left` is less than `wanted`, the result is the argument `left`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)

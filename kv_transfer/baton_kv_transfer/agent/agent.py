@@ -59,8 +59,8 @@ class RegDescs:
 class KnownPeer:
     """One version of a peer's metadata.
 
-    Each DlistHandle and XferHandle for the peer refers to this object, and is valid until the agent
-    removes the peer or replaces the object.
+    Handles (DlistHandle, XferHandle) refer to the version with which they were made. They become
+    invalid when the agent removes the peer or adds different metadata of the peer.
     """
 
     #: The metadata; empty if the peer is the agent itself.
@@ -97,7 +97,8 @@ class XferHandle:
             peer: name of the peer.
             known_peer: the peer's metadata.
             num_descs: number of descriptors after adjacent descriptors were merged.
-            notif: notification for the peer after a transfer; empty for none.
+            notif: notification for the peer after each post, unless the post has its own; empty
+                for none.
         """
         self.peer, self.known_peer, self.num_descs, self.notif = peer, known_peer, num_descs, notif
         self.released = False
@@ -312,6 +313,8 @@ class Agent(abc.ABC):
     ) -> XferHandle:
         """Return a transfer between `local_descs` and `remote_descs`, row by row.
 
+        `operation` and `notif_msg` have the same meaning as in `make_prepped_xfer`.
+
         Raises:
             KeyError: the peer is unknown.
             ValueError: the lists have different shapes, or a descriptor is outside registered
@@ -401,11 +404,19 @@ def select_pairs(
     remote: DlistHandle,
     theirs: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the rows `ours` of `local`, and the rows `theirs` of `remote`; [n, 3] each.
+    """Check and return the descriptors of a transfer, [n, 3] for each side.
+
+    Args:
+        operation: READ or WRITE.
+        local: list of the local side.
+        ours: row numbers in `local`.
+        remote: list of a peer.
+        theirs: row numbers in `remote`, as many as in `ours`.
 
     Raises:
-        ValueError: a row does not exist, the sides differ in the number or lengths of rows, a list
-            was released, `local` is a peer's list, or `remote` is a list of the local side.
+        ValueError: `operation` is unknown, a row does not exist or none is selected, the numbers
+            of rows or the lengths of paired rows differ, a list was released, or a list is of the
+            wrong side.
     """
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")

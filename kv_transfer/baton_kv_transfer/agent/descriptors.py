@@ -17,7 +17,7 @@ from baton_kv_transfer.transports.transfer import MEM_TYPES, Descriptors, Region
 
 @dataclass(frozen=True, slots=True)
 class XferDescs:
-    """Descriptors of one memory type. `check_rows` has checked their shape and lengths."""
+    """Checked descriptors of one memory type. Each row is (address, length, device id)."""
 
     rows: Descriptors
     mem_type: str
@@ -35,7 +35,7 @@ def check_regions(regions: Sequence[tuple[int, int, object, object]], owner: str
     """Check that each region is a valid and non-empty range of addresses.
 
     Args:
-        regions: (address, length in bytes, ...) of each region.
+        regions: a tuple for each region, which begins with the address and the length in bytes.
         owner: name of the agent that has the memory, for the error message.
 
     Raises:
@@ -81,7 +81,7 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 
 
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
-    """Return the rows of `descs` with the given indices: [n, 3].
+    """Return the rows of `descs` at `indices`, in the order of `indices`: [len(indices), 3].
 
     Raises:
         ValueError: an index is negative or too large, or `indices` is not one-dimensional.
@@ -149,9 +149,9 @@ def run_starts(
 
 
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
-    """Return False if it is certain that `merge` cannot join any rows.
+    """Return whether `merge` may be able to join rows.
 
-    Lists of up to FEW_RUNS rows are searched for adjacent rows. For longer lists, the result is
+    For up to FEW_RUNS rows, the result is False if no rows are adjacent. For more rows, it is
     always True.
     """
     if len(local) > FEW_RUNS:

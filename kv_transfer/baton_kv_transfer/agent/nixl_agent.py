@@ -493,7 +493,7 @@ class NixlAgent(Agent):
         return bool(notifs)
 
     def _collect(self, xfer: _Xfer) -> bool:
-        """Check a posted transfer. If it has ended, record the result and return True."""
+        """Return whether a posted transfer has ended. If it has, record the transfer's result."""
         error = ""
         try:
             state = self._nixl.check_xfer_state(self._get(xfer.native))

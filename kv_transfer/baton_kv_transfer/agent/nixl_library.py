@@ -49,7 +49,7 @@ def load() -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 def create(api: Any, name: str) -> Any:
-    """Return a NIXL agent with the UCX backend and without a progress thread: callers must poll."""
+    """Create a NIXL agent with the UCX backend. It has no progress thread: callers must poll."""
     config = api.nixl_agent_config(
         enable_prog_thread=False,
         backends=[],

@@ -80,7 +80,7 @@ class _Xfer(XferHandle):
 
 
 class TransportAgent(Agent):
-    """An agent over one or more transports, which share a thread."""
+    """An agent that moves bytes by one or more transports. The transports share a thread."""
 
     def __init__(self, name: str, transport: str, host: str = "") -> None:
         """Start the transports and their thread.

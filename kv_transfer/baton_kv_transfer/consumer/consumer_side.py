@@ -177,7 +177,7 @@ class ConsumerSide:
                             yield peer, side_channel.decode_notification(message)
 
     def _lose(self, peer: Peer, now: float) -> None:
-        """Disconnect a lost peer and fail the loads that need it. The next load connects again."""
+        """Disconnect a lost peer and fail the loads that need it. Later loads may connect again."""
         self._peers.remove(peer)
         self._waits = {
             transfer_id: lead_peer

@@ -115,15 +115,15 @@ class LoadManager:
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
 
     def deadlines(self) -> list[float]:
-        """Return the times at which a load or a peer may fail, or a fence may be needed."""
+        """Return the deadlines of all running loads. `Load.deadlines` explains them."""
         return [deadline for load in self._loads.values() for deadline in load.deadlines]
 
     # A load's states
 
     def advance_all(self, now: float) -> Iterator[tuple[str, LoadResult]]:
-        """Advance all loads in rounds, send RELEASE messages and post reads.
+        """Move all loads through their states, then send RELEASE messages and post reads.
 
-        If a load ends in a round, another round follows, because the load may have freed slots.
+        If a load ends, try all loads again, because the ended load may have freed slots.
 
         Yields:
             The transfer id and the result of each load that has ended.
@@ -285,7 +285,11 @@ class LoadManager:
         self._finished.append((load.transfer_id, load.result()))
 
     def check_deadlines(self, now: float) -> None:
-        """Fail loads without progress, and fail peers whose reads do not end in time."""
+        """Fail loads and peers whose deadline has passed.
+
+        A load fails if one of its peers sends no block before the deadline. A peer fails if its
+        reads for a SETTLING load do not end within SETTLE_TIMEOUT_S.
+        """
         for load in self:
             is_overdue = load.state is LoadState.SETTLING and now >= load.settle_deadline
             for rank_transfer in load.rank_transfers:
@@ -303,10 +307,10 @@ class LoadManager:
     # Messages of a producer's worker
 
     def handle_message(self, peer: Peer, message: TransferMessage, now: float) -> None:
-        """Apply a message from a producer's worker to the load that the message names.
+        """Apply a message from a producer's worker to each load that the message names.
 
-        A message for an earlier load of the transfer, or from a peer that the load does not use,
-        has no effect.
+        The message has no effect on a load that does not use `peer`. It has no effect either if
+        its generation is that of an earlier load.
         """
         if isinstance(message, side_channel.Pending):
             self._extend_deadlines(peer, message.transfer_ids, now)
@@ -330,7 +334,7 @@ class LoadManager:
                 )
 
     def _find(self, peer: Peer, transfer_id: str) -> RankTransfer | None:
-        """Return the per-rank transfer of a running load with `peer`; None if there is none."""
+        """Return a running load's per-rank transfer from `peer`; None if there is none."""
         load = self._loads.get(transfer_id)
         rank_transfers = load.rank_transfers if load is not None else ()
         return next((each for each in rank_transfers if each.peer is peer), None)

@@ -107,7 +107,7 @@ class RankTransfer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all blocks were verified."""
+        """Whether all blocks of this per-rank transfer were verified."""
         return self.state is not RankTransferState.HANDSHAKE and self.num_verified == len(
             self.checksums
         )
@@ -189,7 +189,7 @@ class Load:
         return [each.deadline for each in self.rank_transfers if not each.is_complete]
 
     def result(self) -> LoadResult:
-        """Return the number of leading verified blocks, and the reason if the load failed."""
+        """Return how many leading blocks were verified, and the error if the load failed."""
         if not self.rank_transfers:
             return LoadResult(0, self.error)
         unverified = np.flatnonzero(self.missing)

@@ -163,7 +163,7 @@ class Peer:
 
     @property
     def own_heads(self) -> HeadRange:
-        """KV heads of the peer. Valid once `rank` is set."""
+        """KV heads of the one worker to which this connection leads. Valid once `rank` is set."""
         return self.ranks[self.rank].heads
 
     def send(self, message: side_channel.ToProducer) -> None:

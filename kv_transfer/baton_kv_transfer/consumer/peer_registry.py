@@ -56,12 +56,12 @@ class PeerRegistry:
         """Connect to the producer's workers that share heads with this worker.
 
         Args:
-            lead_peer: the producer's first worker, which names all workers. Until this peer is
+            lead_peer: worker 0 of the producer, which names all workers. Until this peer is
                 ready, the result has no workers.
             now: the current time.
 
         Returns:
-            The workers by rank, and an error: why a connection failed; empty if none failed.
+            The workers by rank, and why a connection could not be started; empty if all could.
         """
         workers, error = {}, ""
         for rank, address in enumerate(lead_peer.ranks if lead_peer.is_ready else ()):
@@ -80,6 +80,6 @@ class PeerRegistry:
         return workers, error
 
     def remove(self, peer: Peer) -> None:
-        """Disconnect a peer. The next load connects again."""
+        """Disconnect and forget a peer. A later `connect` makes a new connection."""
         self._known = {key: known for key, known in self._known.items() if known is not peer}
         peer.close()

@@ -24,8 +24,9 @@ def record_published(rank_transfer: RankTransfer, message: Publish) -> list[int]
         The positions of the blocks that were not published before.
 
     Raises:
-        PublishError: a block has an invalid index or slot, or other tokens than the request. Also
-            if a write came after RELEASED, or if blocks are missing after the last PUBLISH.
+        PublishError: a block has an invalid index or slot, or tokens that differ from the
+            request's. Also if the producer writes after it has sent RELEASED, or if requested
+            blocks are missing after the last PUBLISH.
     """
     load, request, peer = rank_transfer.load, rank_transfer.load.request, rank_transfer.peer
     if message.written and load.push and rank_transfer.state is not RankTransferState.PUSHING:

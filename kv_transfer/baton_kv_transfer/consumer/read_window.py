@@ -38,7 +38,7 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
 
 
 def _take_slots(memory: SlotMemory, block_ids: list[int]) -> list[int]:
-    """Return slots for the blocks, or for fewer leading blocks if too few slots are free.
+    """Return a slot for each block, or for only the first blocks if too few slots are free.
 
     The number of blocks is halved until enough slots are free. The result is empty if no slot is
     free.
@@ -52,7 +52,7 @@ def _take_slots(memory: SlotMemory, block_ids: list[int]) -> list[int]:
 
 
 class ReadWindow:
-    """The queued reads from one peer, and the limit for bytes in flight."""
+    """The queued reads from one peer, and the limit of bytes that may be in flight from it."""
 
     def __init__(self, max_inflight_bytes: int, stats: ConnectorStats) -> None:
         self._max_inflight_bytes = max_inflight_bytes

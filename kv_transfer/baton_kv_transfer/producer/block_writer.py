@@ -32,7 +32,7 @@ MAX_WRITE_BYTES = 4 * 2**20
 
 @dataclass(slots=True, eq=False)
 class _PeerWindow:
-    """The bytes in flight to one peer, and the subscribers of this peer with queued blocks."""
+    """Number of bytes in flight to one peer, and the peer's subscribers with queued blocks."""
 
     inflight_bytes: int = 0
     #: Subscribers with queued blocks. The next write goes to the first subscriber.

@@ -55,12 +55,12 @@ class EarlySubscriptions:
         return self._num_early
 
     def add(self, session: Session, message: side_channel.Subscribe) -> str:
-        """Hold a subscription until the transfer is offered.
+        """Hold a SUBSCRIBE until the transfer is offered.
 
-        A repeated subscription is held once.
+        If the same SUBSCRIBE is held already, do nothing.
 
         Returns:
-            Why the subscription is refused; empty if it is held.
+            Why the SUBSCRIBE is refused; empty if it is held.
         """
         held = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if held is not None:
@@ -114,13 +114,13 @@ class EarlySubscriptions:
                     held.deadline = self._clock() + self._lease_s
 
     def drop(self, session: Session) -> None:
-        """Remove the messages of a lost session, and refuse its subscriptions."""
+        """Remove the held messages of a session that is lost. Refuse each SUBSCRIBE among them."""
         for key, held in self._all():
             if held.session is session:
                 self._refuse(key, held, f"was not offered yet, and {session.error}")
 
     def expire(self, now: float) -> None:
-        """Drop held messages whose lease has ended. Refuse the dropped subscriptions."""
+        """Remove held messages whose lease has ended. Refuse each SUBSCRIBE among them."""
         if now < self.next_expiry:
             return
         for key, held in self._all():

@@ -43,7 +43,7 @@ class Publisher:
         self._send = send
 
     def send_blocks(self, subscriber: Subscriber, blocks: Sequence[OfferedBlock]) -> None:
-        """Publish those of `blocks` that were requested. With push, queue their writes."""
+        """Publish the blocks that the subscriber requested. With push, queue writes of them."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
@@ -61,8 +61,8 @@ class Publisher:
     ) -> None:
         """Send PUBLISH for `blocks`, marked as the last PUBLISH if no more blocks follow.
 
-        Without blocks, only the last PUBLISH is sent. With push, the last PUBLISH names all written
-        blocks again.
+        If `blocks` is empty, PUBLISH is sent only if it is the last one. With push, the last
+        PUBLISH names all written blocks again.
 
         Args:
             subscriber: the receiver.

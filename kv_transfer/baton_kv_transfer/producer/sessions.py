@@ -259,10 +259,10 @@ class SessionRegistry:
     def _forget_older_memory(
         self, agent_name: str, memory: MemoryDescription | None
     ) -> list[Session]:
-        """Remove and return the sessions of an agent that were opened with older memory.
+        """Remove and return the agent's sessions that were opened with memory other than `memory`.
 
         The agent's name now refers to `memory`, so writes of these sessions would reach the wrong
-        memory.
+        memory. If `memory` is None, no session is removed.
         """
         lost = []
         for other in self._find_by_agent(agent_name):

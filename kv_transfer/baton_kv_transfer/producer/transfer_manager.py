@@ -246,7 +246,8 @@ class TransferManager:
     def expose_waiting(self) -> None:
         """Publish blocks that waited for slots.
 
-        Transfers that have slots go first, then the transfer that has waited longest.
+        Transfers that have slots already go first. The others follow, the longest wait first.
+        If one of these others gets no slot, the transfers after it must wait.
         """
         for transfer in sorted(
             self._waiting_for_slots.values(), key=lambda transfer: not transfer.blocks
@@ -327,8 +328,9 @@ class TransferManager:
         """Renew a subscriber's lease.
 
         Returns:
-            Whether to send PENDING. False after the last PUBLISH, or while a write stalls. Without
-            PENDING, the consumer does not extend its own deadline.
+            Whether to send PENDING. False after the last PUBLISH. Also False if writes are in
+            flight, and none has ended for the duration of a lease. Without PENDING, the consumer
+            does not extend its own deadline.
         """
         until = now + self._lease_s
         if subscriber.all_published_at:
@@ -350,7 +352,7 @@ class TransferManager:
     def _admit(
         self, transfer: OfferedTransfer, session: Session, message: side_channel.Subscribe
     ) -> str:
-        """Add a subscriber to an offered transfer, and publish the present blocks to it.
+        """Add a subscriber to an offered transfer, and publish the blocks that are in slots.
 
         A repeated SUBSCRIBE is ignored until the subscriber has left and its writes have ended.
         After that, a repeated SUBSCRIBE is refused.
@@ -494,7 +496,7 @@ class TransferManager:
         )
 
     def _deadline_in(self, seconds: float) -> float:
-        """Return the time `seconds` from now. The connector's thread wakes up by then."""
+        """Return the time `seconds` from now, and make `next_deadline` at most this time."""
         deadline = self._clock() + seconds
         self._next_expiry = min(self._next_expiry, deadline)
         return deadline

@@ -24,7 +24,7 @@ MAX_TRANSFER_BYTES = 2**40
 
 
 def pack(rows: Descriptors) -> bytes:
-    """Return the iovec of these rows: the first two columns, address and length."""
+    """Return the iovec of these rows: their addresses and lengths, without device ids."""
     return rows[:, :2].tobytes()
 
 
@@ -67,7 +67,7 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
-    """Return the cumulative sums of the lengths of the runs, in bytes."""
+    """Return for each run i the total length of the runs 0 to i, in bytes."""
     if _are_few(iovec):
         return list(accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]

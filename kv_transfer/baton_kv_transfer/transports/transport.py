@@ -15,7 +15,7 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 
 
 class TransportContext:
-    """The agent's state that one transport uses: thread, memory, callbacks and counters."""
+    """What an agent shares with one transport: thread, memory, callbacks and counters."""
 
     def __init__(
         self,
@@ -112,4 +112,4 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the transport. The agent's thread calls this at its end."""
+        """Close the transport. The agent's thread calls this just before the thread ends."""

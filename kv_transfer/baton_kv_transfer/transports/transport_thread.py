@@ -129,7 +129,7 @@ class TransportThread:
         self._thread.start()
 
     def progress_also(self, progress: Callable[[], bool]) -> None:
-        """Set the function that is called in every turn of the work.
+        """Make every turn of the work also call `progress`. Only one function can be set.
 
         Args:
             progress: the function. It returns whether it can do more work without waiting for an
@@ -161,7 +161,7 @@ class TransportThread:
         return self._handoff.num_users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """Return the context manager of `Agent.waiting`."""
+        """Return a context manager for a thread that waits for events. See `Agent.waiting`."""
         return _Waiting(self)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
@@ -203,7 +203,10 @@ class TransportThread:
     # Waiting users
 
     def _work_as_user(self) -> bool:
-        """Do the work as a user that leaves `waiting`. Return whether work is left."""
+        """Do the work for a user that leaves `waiting`, and return whether work is left.
+
+        Stop at the first event (see `on_event`), at `close`, or after USER_TURN_S seconds.
+        """
         more = True
         until = time.monotonic() + USER_TURN_S
         self._has_event = False

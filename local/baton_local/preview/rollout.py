@@ -34,10 +34,10 @@ PATIENCE = timedelta(seconds=60)
 def preview(
     old: PreviewTarget | None, new: PreviewTarget, conditions: Conditions, max_steps: int
 ) -> Preview:
-    """Simulate the rollout after an edit from `old` to `new`, and return its steps.
+    """Simulate the rollout after an edit from `old` to `new`. Return its steps and changes.
 
     Args:
-        old: the service before the edit, with all members ready; None if no member exists.
+        old: the service before the edit, with all members ready; None for a new service.
         new: the service after the edit.
         conditions: the behavior of the simulated cluster.
         max_steps: largest number of steps to simulate.
@@ -95,7 +95,7 @@ class _Rollout:
                 )
 
     def run(self, max_steps: int) -> list[str]:
-        """Reconcile until the rollout is complete or has stopped, for at most `max_steps` steps.
+        """Reconcile until the rollout is complete or stalls, or `max_steps` steps are recorded.
 
         Returns:
             The reasons why the rollout is not complete; empty if it is complete.

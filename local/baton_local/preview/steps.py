@@ -85,11 +85,11 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: list[str] = []
 
     def fewest_ready(self, group: GroupChange) -> int:
-        """Return the minimum number of ready members of the group during the rollout."""
+        """Return the lowest number of ready members of `group` before the edit or after a step."""
         return min([group.sizes[0], *(_count(step, group.role, {"ready"}) for step in self.steps)])
 
     def most_members(self, group: GroupChange) -> int:
-        """Return the maximum number of existing members of the group during the rollout."""
+        """Return the highest number of members of `group` before the edit or after a step."""
         return max([group.sizes[0], *(_count(step, group.role) for step in self.steps)])
 
 

@@ -21,9 +21,9 @@ RESERVED_FLAGS = (
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """Return the parser for the flags of `baton serve`.
+    """Return a parser for the flags that `baton serve` handles itself.
 
-    All other flags are passed to the engine.
+    The caller passes all other flags to the engine.
     """
     parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
     parser.add_argument(

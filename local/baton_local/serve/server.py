@@ -52,7 +52,7 @@ _NOTICE_S = 2.0
 
 
 def run_serve(model: str, flags: list[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit code.
+    """Serve until SIGTERM, SIGHUP or Ctrl-C, and return the exit code.
 
     The exit code is 0 after a drain. If a child process exits with an error, its exit code is
     returned, for example 78 for an invalid configuration. After any other failure, for example if a
@@ -271,8 +271,8 @@ class _Server:
     async def _drain(self) -> None:
         """End the gateway, then the engine.
 
-        The gateway first finishes the running requests. Another SIGTERM or Ctrl-C kills both
-        processes immediately.
+        The gateway first finishes the running requests. A second SIGTERM, SIGHUP or Ctrl-C kills
+        both processes immediately.
         """
         print_message("stopping after the running requests; press Ctrl-C again to stop at once")
         ending = asyncio.create_task(self._end_children())
@@ -307,7 +307,10 @@ class _Server:
             print_message(f"{error}; its last line: {error.child.last_line or '(none)'}")
 
     async def _until_noticed(self) -> None:
-        """Wait until the gateway has noticed that the engine has ended, for at most _NOTICE_S."""
+        """Wait until the gateway's metrics show no ready engine, for at most _NOTICE_S seconds.
+
+        Return at once if the gateway does not answer.
+        """
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(_NOTICE_S), aiohttp.ClientSession() as session:
                 while True:
@@ -356,8 +359,8 @@ def _free_port(host: str, port: int, flags: str) -> int:
     """Return `port` if no process listens on it. If `port` is 0, return a free port.
 
     Raises:
-        OSError: the port is in use, or `host` is not an address of this machine. The message names
-            `flags`.
+        OSError: the port is in use, or `host` is not an address of this machine. The message refers
+            to `flags`, the command-line flags that set the host and the port.
     """
     try:
         if port == 0:

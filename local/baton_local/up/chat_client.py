@@ -78,7 +78,7 @@ async def ask_message(endpoint: str, body: dict[str, Any], *, timeout_s: float) 
     """Send `body` as a chat completion request, and return the assistant's message.
 
     Raises:
-        AskError: the endpoint refused the request or did not respond.
+        AskError: the endpoint refused the request, or did not respond in time.
     """
     async with _chat(endpoint, body, timeout_s) as response:
         message: dict[str, Any] = (await response.json())["choices"][0]["message"]

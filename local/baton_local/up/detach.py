@@ -22,7 +22,7 @@ class NoAnswerError(Exception):
 
 
 def run_detached(command: list[str], timeout_s: float, state: StateDir, console: Console) -> int:
-    """Start `baton up` in a new session, and return when its service has answered.
+    """Start `baton up` in a new session, and wait for the first answer of its service.
 
     Args:
         command: the command line of `baton up` without --detach.

@@ -76,7 +76,7 @@ class UpOptions:
 
     @property
     def answer_timeout_s(self) -> float:
-        """Longest time from the start of `baton up` to the last answer: the sum of all timeouts.
+        """Maximum seconds from the start of `baton up` to the last answer: a sum of timeouts.
 
         CONTROL_PLANE_TIMEOUT_S applies to two steps: the start of the control plane and the
         creation of the CRD. `timeout_s` applies to three steps: the wait for Ready, the wait for
@@ -363,7 +363,7 @@ class _Supervisor:
             )
 
     async def _run_agent(self, api: ClusterApi, status: ServiceStatus) -> None:
-        """Let the model answer a question about this cluster with a tool, and print each step."""
+        """Let the model call a tool to answer a question about this cluster. Print each step."""
 
         def print_line(line: str) -> None:
             self.console.out(_printable(line), highlight=False)

@@ -76,7 +76,7 @@ async def run_agent(
     timeout_s: float,
     print_line: Callable[[str], None],
 ) -> str | None:
-    """Send a question and run the tools that the model calls, until the model answers.
+    """Send a question to the model, and run the tools that it calls until it answers.
 
     Each tool call, each result and the answer are passed to `print_line`.
 
@@ -126,7 +126,7 @@ async def run_agent(
 
 
 async def _run_tool(tool: Tool, arguments: str) -> str:
-    """Return the result of a tool call, or the text of the error for the model."""
+    """Run `tool`. Return its result, or an error text for the model if an argument is invalid."""
     try:
         return await tool.run(**json.loads(arguments))
     except (TypeError, ValueError) as error:  # wrong names of arguments, or wrong values

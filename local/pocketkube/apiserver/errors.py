@@ -15,7 +15,7 @@ from pocketkube.apiserver.resources import Resource
 
 @dataclass(frozen=True)
 class FieldError:
-    """An invalid field: one of the causes in a Status with the reason Invalid."""
+    """The error in one field: a cause in the `details` of a Status whose reason is Invalid."""
 
     field: str
     #: For example FieldValueInvalid or FieldValueRequired.
@@ -107,7 +107,7 @@ class ApiError(Exception):
 
 
 def details(resource: Resource, name: str) -> dict[str, Any]:
-    """Build the `details` of a Status about the object `name`."""
+    """Build the field `details` of a metav1.Status about the object `name` of `resource`."""
     group = {"group": resource.group} if resource.group else {}
     return {"name": name, "kind": resource.plural, **group}
 

@@ -85,7 +85,7 @@ class Store:
         return self._version
 
     def listen(self, listener: Callable[[str, StoreEvent], None]) -> None:
-        """Call `listener(storage, event)` after each change, before the write returns."""
+        """Register `listener`. Each write calls `listener(storage, event)` before it returns."""
         self._listeners.append(listener)
 
     def open(self, storage: str) -> None:
@@ -206,14 +206,14 @@ class Store:
             self._index.setdefault(term, {})[key] = event.object
 
     def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[StoreEvent | None]:
-        """Return a queue of the events of `storage` after version `since`.
+        """Return a queue of the events of `storage` after the resource version `since`.
 
         If `since` is None, the queue has only new events. A None in the queue means that the watch
         has ended.
 
         Raises:
             ExpiredError: `since` is older than the kept events, or newer than the current version.
-                A newer version was issued before a restart of the server.
+                A version can be newer if the server issued it before a restart.
         """
         collection = self._collections[storage]
         queue: asyncio.Queue[StoreEvent | None] = asyncio.Queue()

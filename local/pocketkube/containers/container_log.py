@@ -68,7 +68,7 @@ class ContainerLog:
         self._notify()
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the next write or for the end of the log."""
+        """Wait for the next write to the log or for its close, at most for `timeout_s`."""
         await wait_up_to(timeout_s, self._changed)
 
     def tail(self, max_bytes: int = 2048) -> str:
@@ -90,7 +90,7 @@ class ContainerLog:
 
 
 def rotated(path: Path) -> Path:
-    """Return the path to which the log file `path` is renamed when the file is full."""
+    """Return the path of the rotated log: `path` is renamed to it when the file is full."""
     return path.with_name(path.name + ".1")
 
 
@@ -119,7 +119,7 @@ async def stream_log(
         path: the log file of one container instance.
         live: the `ContainerLog` that writes the file; None if the log is complete.
         follow: wait for further lines until `live` is closed.
-        tail: number of last lines to start with; None for all.
+        tail: number of existing lines to yield, counted from the end; None for all.
         since: leave out lines before this time.
         timestamps: begin each line with its time.
         limit_bytes: stop after this many bytes.
@@ -139,7 +139,7 @@ async def stream_log(
 async def _entries(
     path: Path, live: ContainerLog | None, follow: bool, tail: int | None, since: datetime | None
 ) -> AsyncGenerator[tuple[bytes, bytes], None]:
-    """Yield (time, content) for each line that `stream_log()` prints."""
+    """Yield (RFC 3339 time, content) for each line that `stream_log()` formats."""
     try:
         current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
     except FileNotFoundError:

@@ -235,7 +235,11 @@ class ContainerRunner:
         return process, instance
 
     async def _run_probes(self, process: ContainerProcess) -> None:
-        """Run the probes of an instance, and update the container's state, until cancelled."""
+        """Run the probes of the container instance `process`, and update the container's state.
+
+        If the startup or the liveness probe fails, terminate the instance. The caller cancels this
+        method when the instance ends.
+        """
         if startup := self._probe("startup"):
             healthy, failure = await startup.next_verdict()
             if not healthy:
@@ -344,7 +348,11 @@ class ContainerRunner:
 
 
 def _drop_old_logs(folder: Path, restart: int) -> None:
-    """Remove the logs in `folder`, except those of the instances `restart - 1` and `restart`."""
+    """Remove all logs in `folder` except those of the current and the previous instance.
+
+    Args:
+        restart: the restart count of the container, which is the number of the current instance.
+    """
     for path in folder.iterdir():
         if int(path.name.split(".")[0]) < restart - 1:
             path.unlink(missing_ok=True)

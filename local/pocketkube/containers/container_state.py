@@ -49,10 +49,10 @@ class ContainerState:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether the last instance has ended with exit code 0."""
+        """Whether the container has ended with exit code 0 and has not been restarted."""
         return isinstance(self.state, Terminated) and self.state.exit_code == 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether the container runs and is ready."""
+        """Whether the container runs and passes its readiness probe, if it has one."""
         return isinstance(self.state, Running) and self.ready

@@ -99,11 +99,11 @@ class ExecProcess:
         return list(self._outputs)
 
     async def read(self, output: str) -> AsyncIterator[bytes]:
-        """Yield the bytes of an output until its end.
+        """Yield the bytes of `output` ("stdout" or "stderr") until its end.
 
-        From `_DRAIN_S` after the end of the command, yield at most `_PIPE_BYTES` more bytes. A pipe
-        holds no more of the command's own output, but children of the command may write without
-        end.
+        Once `_DRAIN_S` has passed since the end of the command, yield at most `_PIPE_BYTES` more. A
+        pipe holds no more of the command's own output, but child processes of the command may
+        write without end.
         """
         fd, left = self._outputs[output].fileno(), _PIPE_BYTES
         while left > 0 and (data := await self._read(fd)):

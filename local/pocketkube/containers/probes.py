@@ -27,7 +27,8 @@ class ProbeVerdict:
         """Record the result of one probe request.
 
         Returns:
-            True at the success threshold, False at the failure threshold, else None.
+            True if consecutive successes have reached the success threshold, False if consecutive
+            failures have reached the failure threshold, else None.
         """
         self._run = self._run + 1 if success == self._last else 1
         self._last = success
@@ -85,7 +86,8 @@ class Probe:
         """Send probe requests until the results reach the success or failure threshold.
 
         Returns:
-            (whether the container is healthy, the last failure); the failure is empty if healthy.
+            (True, empty text) at the success threshold, or (False, message of the last failure) at
+            the failure threshold.
         """
         while True:
             await asyncio.sleep(self._delay_s)

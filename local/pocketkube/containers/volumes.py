@@ -121,7 +121,7 @@ class PodVolumes:
         self._written: dict[str, Payload] = {}
 
     async def make(self) -> None:
-        """Create all volumes, and refresh the files of existing volumes. Idempotent.
+        """Create all volumes. Update the files of existing volumes whose sources have changed.
 
         Raises:
             MountError: a volume cannot be created.

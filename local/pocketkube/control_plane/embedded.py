@@ -32,7 +32,8 @@ class EmbeddedControlPlane:
         state_dir: folder for the certificates and `kubeconfig`; the objects are in memory only.
         port: port to listen on; 0 for a free one.
         service_network: range of the cluster addresses of Services.
-        event_window: number of changes kept per kind. A watch can resume from any of them.
+        event_window: number of latest changes to keep per kind. A watch can resume after any of
+            them.
     """
 
     def __init__(

@@ -185,7 +185,7 @@ class Controllers:
 
 
 def _newest(old: Object | None, new: Object | None) -> Object:
-    """Return `new`, or `old` if `new` is None because the object was deleted."""
+    """Return the newest state of an object: `new`, or `old` if the object was deleted."""
     obj = new or old
     assert obj is not None
     return obj

@@ -155,7 +155,7 @@ def deployment_status(
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
-    """Return how many replicas the new ReplicaSet may have now, as limited by maxSurge."""
+    """Return the number of replicas to set in the new ReplicaSet, limited by maxSurge."""
     desired = desired_replicas(deployment)
     surge, _ = rolling_limits(deployment)
     current = desired_replicas(new) if new else 0

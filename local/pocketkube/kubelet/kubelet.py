@@ -163,7 +163,10 @@ class Kubelet:
         return self._config.state_dir / "pods"
 
     async def _remove_orphans(self, pods: Reflector) -> None:
-        """Remove the folders of pods that were deleted while no kubelet ran."""
+        """Remove the folders of pods that were deleted while no kubelet ran.
+
+        Then wait until cancelled.
+        """
         await pods.synced.wait()
         known = {pod["metadata"]["uid"] for pod in pods.objects.values()}
         if self._pods_folder.is_dir():

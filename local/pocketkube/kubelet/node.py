@@ -21,9 +21,10 @@ STATUS_EVERY = 6
 
 
 def allocatable() -> dict[str, str]:
-    """Return the resources of this machine, but at least 64 CPUs and 512 GiB of memory.
+    """Return the resources that the node reports: at least 64 CPUs and 512 GiB of memory.
 
-    The kubelet does not enforce resource limits.
+    For a larger machine, these are its actual CPUs and memory. The kubelet does not enforce
+    resource limits.
     """
     memory_kib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
     # The minimum lets samples that are written for servers fit on a laptop.

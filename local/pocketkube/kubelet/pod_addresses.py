@@ -12,7 +12,7 @@ from pocketkube.loopback import LoopbackAddresses
 
 
 class AddressPool:
-    """A pool of pod addresses from a network. The first usable address belongs to the node."""
+    """A pool of pod addresses in a network. The network's first host address is the node's."""
 
     def __init__(self, network: str, loopback: LoopbackAddresses):
         """Create the pool, and add the node's address to the loopback device.

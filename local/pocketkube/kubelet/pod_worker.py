@@ -106,7 +106,7 @@ class PodWorker:
         return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
     def update(self, pod: Object) -> None:
-        """Apply a newer version of the pod object."""
+        """Continue with `pod`, a newer version of the pod object from the API server."""
         self.pod = pod
         if self._context is not None:
             self._context.pod = with_service_account_token(pod, self._account)
@@ -346,7 +346,7 @@ class PodWorker:
             delay = min(delay * 2, 5.0)
 
     def _report_failure(self, lifecycle: asyncio.Task[None]) -> None:
-        """Log an unexpected error of the task `lifecycle`, and record it as an Event of the pod."""
+        """If the task `lifecycle` has failed, log its error and record an Event of the pod."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(
                 "the kubelet cannot continue pod %s because of an error; delete the pod to retry",

@@ -46,8 +46,8 @@ async def forward_ports(socket: web.WebSocketResponse, address: str, ports: list
 
     Args:
         address: the pod's address.
-        ports: the pod's ports, one for each pair of channels. Not used with the subprotocol SPDY,
-            where the headers of each stream contain the port.
+        ports: the pod's ports. Each has a channel for data and a channel for errors. Not used with
+            the subprotocol SPDY, where the headers of each stream contain the port.
     """
     if socket.ws_protocol == SPDY:
         await _SpdyForward(socket, address).run()

@@ -27,7 +27,7 @@ Status = dict[str, Any]
 
 
 def exit_status(code: int) -> Status:
-    """Return the metav1.Status of a command that has ended with this exit code."""
+    """Return the metav1.Status that reports the exit code `code` of a command."""
     if code == 0:
         return {"metadata": {}, "status": "Success"}
     return {

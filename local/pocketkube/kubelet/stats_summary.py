@@ -16,7 +16,7 @@ WINDOW_S = 1.0
 
 
 async def measure(node_name: str, workers: Iterable[PodWorker]) -> Object:
-    """Measure the CPU time for `WINDOW_S`. Return the usage of the node and its containers."""
+    """Measure CPU use for `WINDOW_S`. Return CPU and memory use of the node and its containers."""
     started = time.monotonic()
     machine, containers = machine_usage(), await asyncio.to_thread(container_usage)
     await asyncio.sleep(WINDOW_S)

@@ -65,7 +65,7 @@ class ServiceProxy:
     def candidates(self, service: Object, port: Object) -> list[Endpoint]:
         """Return the endpoints of a Service's port, in the order in which to try them.
 
-        Each call begins with the next endpoint (round robin).
+        The order starts one endpoint later with each call for any Service (round robin).
         """
         found = endpoints(service, port, self._pods.objects.values())
         if not found:

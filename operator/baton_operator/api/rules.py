@@ -287,7 +287,7 @@ RULES = (
 
 
 def violations(spec: Spec) -> list[str]:
-    """Return one error message, with the rule's path, for each rule that `spec` breaks."""
+    """Return an error message for each rule that `spec` breaks. It begins with the rule's path."""
     broken = []
     for rule in RULES:
         value = value_at(spec, rule.path)

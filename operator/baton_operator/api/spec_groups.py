@@ -187,7 +187,8 @@ class UpdateStrategy(ApiStruct, frozen=True):
 def surge_and_unavailable(strategy: RollingUpdate, replicas: int) -> tuple[int, int]:
     """Return (maxSurge, maxUnavailable) as numbers of pods.
 
-    If both would be 0, maxUnavailable is 1, so that pods can be replaced.
+    Percentages of `replicas` are rounded up for maxSurge and down for maxUnavailable. If both would
+    be 0, maxUnavailable is 1, so that pods can be replaced.
     """
     surge = math.ceil(_pods(strategy.max_surge, replicas))
     unavailable = min(math.floor(_pods(strategy.max_unavailable, replicas)), replicas)

@@ -27,14 +27,14 @@ class DecisionRun(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A change of the size by `delta` engines at the time `at`, in seconds."""
+    """A change of a group's size by `delta` engines at `at`, a time in seconds."""
 
     at: float
     delta: int
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """A target, such as the TTFT target, that was missed after the group had shrunk."""
+    """The miss of a target, such as the TTFT target, after the group had shrunk."""
 
     at: float  # time in seconds at which the target was missed
     #: The load of one engine at that time, from `recommendations.load_per_engine`.
@@ -42,7 +42,7 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The earlier decisions for the prefill or the decode group.
+    """Past decisions on the size of the prefill or decode group, as input of the next one.
 
     All times are in seconds of the same monotonic clock.
     """
@@ -61,11 +61,14 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     unsettled_until: float = 0.0
 
     def covers(self, now: float, seconds: float) -> bool:
-        """Return whether there are recommendations for the whole time since `now - seconds`."""
+        """Return whether the recommendations cover the time from `now - seconds` to `now`.
+
+        A gap of at most LONGEST_GAP_S just before `now` is allowed.
+        """
         return self.knows(now) and self.runs[0].since <= now - seconds
 
     def recommended(self, now: float, seconds: float) -> list[int]:
-        """Return the sizes that were recommended in the last `seconds`."""
+        """Return the sizes recommended in the last `seconds`; empty unless `knows(now)`."""
         runs = self.runs if self.knows(now) else ()
         return [run.size for run in runs if run.until >= now - seconds]
 
@@ -74,7 +77,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
     def knows(self, now: float) -> bool:
-        """Return whether the last recommendation is at most LONGEST_GAP_S old."""
+        """Return whether the history is up to date at `now`.
+
+        It is up to date if the last recommendation is at most LONGEST_GAP_S old.
+        """
         return bool(self.runs) and now - self.runs[-1].until <= LONGEST_GAP_S
 
     @property
@@ -111,10 +117,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
             recommended: size that the measurements recommend.
             keep_s: entries older than this many seconds are dropped.
             change: number of engines by which the decision changes the size.
-            breach: a target that is missed now. None: the earlier breach is kept.
+            breach: the new value of `breach`, if a target is missed now. None: the value is kept.
             idle: new value of `idle_since`.
-            settled: whether the existing pods are the desired ones. If not, measurements before
-                `now` do not count in later decisions.
+            settled: whether the existing pods are the desired ones. If not, or if `change` is not
+                0, measurements before `now` do not count in later decisions.
         """
         known = self.runs if self.knows(now) else ()
         runs = tuple(run for run in known if run.until >= now - keep_s)

@@ -40,7 +40,10 @@ def role_states(
 
 
 def _operation(resolved: ResolvedService, group: ReportedGroup) -> str:
-    """Return the operation that must end before the size may change; empty if there is none."""
+    """Return the operation, such as a rollout, that must end before the group's size may change.
+
+    Empty: there is no such operation.
+    """
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
     )

@@ -114,7 +114,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Choice(NamedTuple):
-    """The size that the rules choose, and the new entries for the history."""
+    """The size that the rules choose, the reason, and what the history records about it."""
 
     size: int
     reason: Reason
@@ -226,9 +226,9 @@ def _choose_from_zero(
 def _idle_since(
     now: float, window: Window | None, history: History, behavior: Behavior
 ) -> float | None:
-    """Return the time since which no gateway has had a request.
+    """Return the time since which no gateway has had a request in progress.
 
-    None: a gateway has a request, or there are no recent measurements of gateways.
+    None: a gateway has a request in progress, or there are no recent measurements of gateways.
     """
     if (
         window is None
@@ -276,7 +276,9 @@ def _apply_limits(
     history: History,
     behavior: Behavior,
 ) -> tuple[int, Reason, str]:
-    """Apply stabilization, step limits and bounds to the largest recommendation, `decisive`.
+    """Limit the change from size `n` to the largest recommendation, `decisive`.
+
+    The limits are rules 6 and 7 in the docstring of this module.
 
     Returns:
         (size, reason, text). The text explains the size, with the numbers, for the status.

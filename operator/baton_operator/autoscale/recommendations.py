@@ -290,10 +290,10 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
 def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Recommendation:
-    """Recommend a size with a lower load per engine than at `breach`, the last missed target.
+    """Recommend a size that avoids the load per engine at which a target was last missed.
 
-    The result is the smallest size with at most (1 - tolerance) times the load per engine in
-    `breach`, but at most `n`.
+    The result is the smallest size for which the load per engine is at most
+    (1 - tolerance) * `breach.load_per_engine`. It is never larger than the current size `n`.
     """
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))
@@ -306,7 +306,10 @@ def recommend_after_breach(
 
 
 def _ceil(size: float) -> int:
-    """Return `size` rounded up and limited to 1..LARGEST. Floating-point noise is ignored."""
+    """Return `size` rounded up to an integer from 1 to LARGEST.
+
+    A size that exceeds an integer by at most 1e-9 is rounded down, as a floating-point error.
+    """
     return max(1, ceil(min(size, LARGEST) - 1e-9))
 
 

@@ -37,7 +37,7 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
 
 
 class Scraped(msgspec.Struct, frozen=True):
-    """The results of one round of scrapes."""
+    """The samples and errors from scraping each target once."""
 
     #: Id of the container -> sample.
     samples: dict[str, ScrapedSample]

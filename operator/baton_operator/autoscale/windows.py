@@ -157,7 +157,7 @@ class ScrapedSample(msgspec.Struct, frozen=True):
     busy_s: float | None = None
 
     def began_after(self, before: ScrapedSample) -> bool:
-        """Return whether the process was restarted after the sample `before`.
+        """Return whether the process was restarted between the sample `before` and this one.
 
         True if a counter is lower than in `before`.
         """

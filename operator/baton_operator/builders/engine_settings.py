@@ -107,7 +107,8 @@ def configure(
     """Return the configuration of `baton-engine` in pods of `role`.
 
     Args:
-        own: the values that the operator sets, by option. `extraArgs` cannot set these options.
+        own: values that the operator itself sets, by option, such as `kv_transfer.role`.
+            `extraArgs` cannot set these options.
 
     Raises:
         ValueError: an extra argument is refused, or a value is out of bounds. The message names the
@@ -152,7 +153,7 @@ def configure(
 
 
 def name_fields(message: str) -> str:
-    """Return an engine's `message` with the field of the spec after each engine option.
+    """Return an engine's `message`, with the name of the spec field added after each option.
 
     Only options whose path has a section, such as `cache.block_size`, are recognized.
     """

@@ -51,7 +51,10 @@ class MemberTemplate:
         self.expert_group = resolved.expert_group(role)
 
     def pod(self, ordinal: int) -> Object:
-        """Return the member pod with this ordinal. The caller must not change nested values."""
+        """Return the member pod with this ordinal.
+
+        All pods share the template's nested values, so the caller must not change them.
+        """
         template = self._template
         name = names.member_name(self._owner.name, self._role, ordinal)
         metadata = self._owner.metadata(name, self._role)

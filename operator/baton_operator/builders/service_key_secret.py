@@ -57,7 +57,7 @@ def read(obj: Object) -> ServiceKey:
 
 
 def name_of(key: ServiceKey) -> str:
-    """Return the id of a key: ten hex digits from which the key cannot be computed."""
+    """Return the public name (id) of a key: ten hex digits that do not reveal the key."""
     return key.secret("name").hex()[:10]
 
 

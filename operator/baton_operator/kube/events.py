@@ -24,10 +24,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 async def emit(kube: Kube, service: Object, event: Event) -> None:
-    """Log an Event about `service`, and write it to the service's namespace.
+    """Emit an Event about `service`: log it, and store it in the service's namespace.
 
-    A message of more than MAX_MESSAGE characters is truncated. A write that fails is logged and
-    raises no error.
+    If the same Event is stored already, its count is increased. A message of more than MAX_MESSAGE
+    characters is truncated. A failure to store the Event is logged and raises no error.
     """
     type_, level = ("Warning", logging.WARNING) if event.warning else ("Normal", logging.INFO)
     metadata = service["metadata"]

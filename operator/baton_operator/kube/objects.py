@@ -128,7 +128,7 @@ class Kube:
         """Return (apiVersion, plural name) of `kind`.
 
         Raises:
-            KeyError: the table does not contain this kind.
+            KeyError: `kind` is not in _RESOURCES.
         """
         version, plural = _RESOURCES[kind]
         return (self.policy_api or version) if kind == "PodDisruptionBudget" else version, plural

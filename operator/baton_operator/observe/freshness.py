@@ -64,9 +64,10 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def detect_lag(self) -> Iterator[None]:
-        """Convert GATEWAY_TIMEOUT errors of the requests in this context to StaleReadError.
+        """Convert GATEWAY_TIMEOUT errors of requests in the `with` block to StaleReadError.
 
-        Such an error means that the watch cache has not reached the required version.
+        Such an error means that the watch cache of the API server has not reached the required
+        resource version. Errors of consistent reads are not converted.
         """
         try:
             yield

@@ -41,9 +41,9 @@ class Reference(NamedTuple):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The observed state of one service.
 
-    The members of a service are its prefill and decode pods. Later steps of the reconcile add the
-    objects that they read or write to `objects`, and the listed kinds to `kinds`. A step that
-    changes any other field returns a copy.
+    The members of a service are its prefill and decode pods. Later steps of the reconcile
+    change two fields in place: `objects` gets each object that they read or write, and `kinds` gets
+    each kind that they list. A step that changes any other field returns a copy.
     """
 
     key: names.Key
@@ -107,7 +107,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         return filter_by_role(self.pods, role)
 
     def owned(self, kind: str, name: str) -> Object | None:
-        """Return the listed object of this kind and name, if the service controls it, else None."""
+        """Return the object of this kind and name from `objects`.
+
+        None: there is no such object, or the service does not control it.
+        """
         found = self.objects.get((kind, name))
         return found if found is not None and controlled_by(found, self.uid) else None
 

@@ -108,7 +108,7 @@ class Drainer(_PodClient):
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
         """Start to drain the engine at `host`, unless it is draining already.
 
-        Return the number of unfinished requests and transfers; None without a reply.
+        Return the engine's number of unfinished requests and transfers; None without a valid reply.
         """
         reply = await self._request("POST", host, "/drain", key, _Drain)
         return None if reply is None else reply.unfinished
@@ -122,15 +122,15 @@ class CoordinatorClient(_PodClient):
     port = COORDINATOR_HTTP_PORT
 
     async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:
-        """Return the current topology from the coordinator at `host`; None without a reply."""
+        """Return the topology from the coordinator at `host`; None without a valid reply."""
         return await self._request("GET", host, "/topology", key, TopologyStatus)
 
     async def request_topology(
         self, host: str, request: TopologyRequest, key: ServiceKey | None = None
     ) -> TopologyStatus | None:
-        """Request a topology from the coordinator at `host`.
+        """Request the coordinator at `host` to change the topology.
 
-        Return the current topology; None without a reply.
+        Return the topology in the reply; None if there was no reply or the request was refused.
         """
         return await self._request(
             "PUT", host, "/topology", key, TopologyStatus, msgspec.json.encode(request)

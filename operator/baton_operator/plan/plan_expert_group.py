@@ -61,7 +61,7 @@ UNREGISTERED = timedelta(seconds=10)
 
 
 class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The desired state of an expert-parallel group, and its topology."""
+    """The desired state of an expert-parallel group, and its observed topology."""
 
     target: DesiredGroup
     service_uid: str
@@ -72,7 +72,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Division(NamedTuple):
-    """Which members stay and which leave, except members that failed or are being deleted."""
+    """Which members stay and which leave. Members that failed or are being deleted are left out."""
 
     current: list[Member]  # of the newest revision, and needed
     kept: list[Member]  # of another revision or expert group, and still needed
@@ -183,7 +183,8 @@ def _divide(
     """Decide which members stay and which leave.
 
     Args:
-        max_unavailable: number of serving members that the group may lack during a replacement.
+        max_unavailable: while members are replaced, the number of serving members may be this much
+            below the desired size.
     """
     size, update = group.target.size, group.target.update
     usable = [m for m in present if m.deletion is None and not m.failed]
@@ -241,8 +242,8 @@ def _ordinals_to_create(
 ) -> list[int]:
     """Return the ordinals of members to create.
 
-    If no member stays, one member is created even if no surge is allowed. Old ranks can leave only
-    when another topology exists, and a topology has at least one member.
+    If no member stays, one member is created even if no surge is allowed. Ranks can leave
+    only when a topology without them exists, and a topology has at least one member.
     """
     size, update = group.target.size, group.target.update
     is_rollout = any(not _is_newest(m, group) for m in present)
@@ -331,7 +332,10 @@ def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
-    """Return whether the member is outside the current, the prepared and the requested topology."""
+    """Return whether the member is outside the topology, and no operation can add it.
+
+    A started member that is registered must also be in phase LOADING or STANDBY.
+    """
     if view.is_changing or view.is_rank(member.name):
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):
@@ -365,7 +369,7 @@ def _is_rank_of_other_group(member: Member, expert_group: str) -> bool:
 
 
 def _is_under_way(view: TopologyView, staying: list[Member], expert_group: str) -> bool:
-    """Return whether the topology is changing or must still change."""
+    """Return whether a change of the topology is running or still necessary."""
     if view.operation is not None and view.operation.phase in ACTIVE_PHASES:
         return True
     return bool(staying) and (

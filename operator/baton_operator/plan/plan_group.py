@@ -228,7 +228,8 @@ def present_members(members: list[Member], now: datetime) -> list[Member]:
 def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], list[float]]:
     """Return (failed members to delete now, seconds until the next plan).
 
-    The second list has one item if a failed member is younger than FAILED_HOLD, else none.
+    A failed member is deleted no earlier than FAILED_HOLD after its creation. The second list has
+    one item if a failed member is not that old yet. Otherwise it is empty.
     """
     failed = [m for m in present if m.failed and m.deletion is None]
     old = [m for m in failed if m.created is None or now >= m.created + FAILED_HOLD]
@@ -245,7 +246,8 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
 def surge_timeout_of(current: list[Member], update: Update, now: datetime) -> Timeout:
     """Return the state of the surge timeout.
 
-    After this timeout, an old member is removed to make room for a new member that fits on no node.
+    After this timeout, an outdated member is removed to free resources for a member in `current`
+    that fits on no node.
     """
     return _timeout((m.no_room_since for m in current), update.surge_timeout_s, now)
 

@@ -31,7 +31,7 @@ class PodRefusal(msgspec.Struct, frozen=True):
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """The last refusal of a pod of one group, and when to create pods again."""
+    """The last refusal of a pod of one group, and the time of the next attempt to create pods."""
 
     revision: str
     refusal: PodRefusal
@@ -76,7 +76,7 @@ class RefusedPods:
         refusal: PodRefusal | None,
         now: datetime,
     ) -> float | None:
-        """Record whether the API server refused a pod of the group in this step.
+        """Record whether the API server refused a pod of the group in the current reconcile.
 
         Args:
             refusal: the refusal; None if no pod was refused.

@@ -24,7 +24,7 @@ from baton_protocol.topology import (
 
 
 class TopologyView:
-    """Looks up members and operations in an observed topology.
+    """The observed topology of an expert-parallel group, with methods to look up its members.
 
     Args:
         topology: reply of the coordinator.
@@ -202,7 +202,7 @@ def filter_by_service_key(
 
 
 def _operation(operation: OperationStatus) -> llmservice.OperationStatus:
-    """Convert an operation for the status, without the duration of its current phase.
+    """Return `operation` as the status shows it, without the duration of its current phase.
 
     That duration would change the status in every reconcile.
     """

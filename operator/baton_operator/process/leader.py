@@ -86,9 +86,9 @@ class Election:
 
     @property
     def other(self) -> str:
-        """Identity of the other process that held the Lease at the last read.
+        """Identity of the process that held the Lease at the last read, if not this process.
 
-        Empty: the Lease was free, or this process held it.
+        Empty: this process held the Lease, or the Lease was free or did not exist.
         """
         return self.seen.holder if self.seen and self.seen.holder != self.identity else ""
 

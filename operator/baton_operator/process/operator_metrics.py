@@ -127,7 +127,7 @@ class _Connection(web.RequestHandler):
 
 
 def _last(response: web.Response) -> web.Response:
-    """Return `response`, marked so that the server closes the connection after it."""
+    """Return `response`, marked as the last one before the server closes the connection."""
     response.force_close()
     return response
 

@@ -91,7 +91,10 @@ def missing_prerequisites(desired: Desired, observed: Observation) -> set[tuple[
 
 
 def _account_of(obj: Object) -> str | None:
-    """Return the ServiceAccount in a Deployment or RoleBinding; None if there is none."""
+    """Return the name of the ServiceAccount that a Deployment or RoleBinding refers to.
+
+    None: there is no such reference, or `obj` has another kind.
+    """
     if obj["kind"] == "RoleBinding":
         return str(obj["metadata"]["name"])
     if obj["kind"] != "Deployment":

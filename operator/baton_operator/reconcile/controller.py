@@ -113,7 +113,7 @@ class Controller:
         return key in self._services and self._services[key].due.is_set()
 
     def add(self, key: Key) -> None:
-        """Queue a reconcile of the service. If one is running already, another one follows."""
+        """Queue a reconcile of the service. If one is running, the new one starts after it."""
         self._get(key).due.set()
 
     def observe(self, key: Key, kind: str, version: str, *, is_own_write: bool = False) -> None:

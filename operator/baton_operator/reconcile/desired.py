@@ -95,13 +95,14 @@ def compute_desired(
     operator_namespace: str | None = None,
     http_routes: bool = False,
 ) -> Desired:
-    """Return the desired state of a service. Pure.
+    """Return the desired state of a service. No request is sent.
 
     An expert-parallel group has no template until the coordinator's Service has an address.
 
     Args:
         policy_api: apiVersion of PodDisruptionBudgets; None if the API server has none.
-        keep_coordinator: keep a coordinator that the spec no longer needs, because ranks exist.
+        keep_coordinator: whether ranks exist, so that a coordinator stays even if the spec no
+            longer needs it.
         operator_namespace: namespace of the operator's pod, for network policies. None: the
             operator does not run in the cluster.
         http_routes: whether the API server has HTTPRoutes.

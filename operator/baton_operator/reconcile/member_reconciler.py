@@ -30,7 +30,7 @@ from baton_protocol.topology import TopologyRequest
 
 
 class MemberReconciler:
-    """Takes the next step of each group of members in each call of `reconcile`."""
+    """Changes the groups of prefill and decode pods, by one step per call of `reconcile`."""
 
     def __init__(self, kube: Kube, coordinators: CoordinatorClient) -> None:
         self._kube = kube
@@ -196,8 +196,9 @@ class MemberReconciler:
         """Create the pods in order, and stop at the first one that the API server refuses.
 
         Returns:
-            (refusal, errors). The refusal is why the API server refused a pod, or None. The errors
-                are those of other pods that could not be created.
+            (refusal, errors). `refusal` is why the API server refused a pod; None if no pod was
+                refused. `errors` has an entry for each other pod that could not be created,
+                or whose labels could not be restored.
         """
         errors: list[NameConflict | KubeError] = []
         for pod in pods:

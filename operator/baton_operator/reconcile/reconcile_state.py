@@ -31,7 +31,7 @@ LOADING_REVISIT_S = 3.0
 
 @dataclass(eq=False)
 class ReconcileState:
-    """One reconcile: the observed state, and the results of its steps."""
+    """The state of one reconcile: what it has observed, and the results of its steps so far."""
 
     observed: Observation
     now: datetime
@@ -56,9 +56,9 @@ class ReconcileState:
     revisits: list[float] = field(default_factory=list)
 
     def add_problem(self, error: Exception) -> None:
-        """Add the error to `problems`.
+        """Add the error to `problems`, unless it is there already.
 
-        The traceback is dropped unless the error is a defect of the operator. The controller logs
+        The error's traceback is dropped, except for a defect of the operator: the controller logs
         the traceback of a defect.
         """
         problem = problem_of(error)

@@ -101,7 +101,7 @@ class Reconciler:
         return state.outcome() if state is not None else Outcome(is_gone=True)
 
     async def _run_until_fresh(self, key: names.Key, freshness: Freshness) -> ReconcileState | None:
-        """Run the steps. If a read may be stale, run them again with consistent reads."""
+        """Run the steps. If one of their reads may be stale, repeat them with consistent reads."""
         try:
             return await self._run_steps(key, freshness)
         except StaleReadError as error:
@@ -262,8 +262,9 @@ class Reconciler:
         """Set `state.objects_hash`. Return the kinds of objects to read, compare and write.
 
         Only MOVING_KINDS are returned if no object of another kind can differ from the desired
-        state. That is so if all objects matched the same desired state after the last reconcile,
-        and no other client can have changed them since.
+        state. For this, all objects must have matched the same desired state after the last
+        reconcile, and no other client may have changed them since. A reconcile with consistent
+        reads returns all kinds.
         """
         observed, freshness = state.observed, state.observed.freshness
         state.objects_hash = names.content_hash(

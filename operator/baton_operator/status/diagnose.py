@@ -88,10 +88,10 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
 def _waiting(
     pod: Object, reason: str, states: Collection[str], words: str = "", hint: str = ""
 ) -> Diagnosis | None:
-    """Return a diagnosis with `reason` if a container of the pod waits, else None.
+    """Return a diagnosis with `reason` if a container's waiting reason is in `states`, else None.
 
     Args:
-        states: only containers whose waiting reason is one of these count.
+        states: values of `state.waiting.reason` in the status of a container.
         words: text after the pod's name in the message.
         hint: text at the end of the message.
     """
@@ -137,7 +137,7 @@ def _terminated(pod: Object) -> Diagnosis | None:
 
 
 def _ended(pod: Object) -> Diagnosis | None:
-    """Return the failure of the pod if its phase is Failed, for example after an eviction."""
+    """Return why the pod has failed, for example an eviction; None if its phase is not Failed."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
         return None
@@ -226,7 +226,8 @@ def _ending(terminated: Object) -> str:
 def diagnose_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
     """Return the progress of one pod that fetches or loads the model.
 
-    A pod whose last attempt to fetch or load failed is preferred.
+    The pod is one whose last attempt to fetch or load has failed, if there is one. Otherwise it is
+    the first pod by name.
 
     Args:
         health: replies to `GET /health` of pods that fetch or load the model, by pod name.
@@ -245,7 +246,7 @@ def diagnose_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagno
 
 
 def retry_text(pods: list[Object], health: Mapping[str, Health]) -> str:
-    """Return the progress of a new attempt to fetch or load the model.
+    """Return the progress of an attempt to fetch or load the model again after a failure.
 
     The caller appends this text to the message of a failure.
 
@@ -253,7 +254,7 @@ def retry_text(pods: list[Object], health: Mapping[str, Health]) -> str:
         health: as in `diagnose_loading`.
 
     Returns:
-        Empty if no pod reports its progress in numbers.
+        Empty if none of `pods` reports its progress in numbers.
     """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = diagnose_loading(pods, measured)

@@ -76,7 +76,7 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def current(self) -> list[Object]:
-        """The pods, without those that are draining, are being deleted or have ended."""
+        """The group's pods, except those that are draining, are being deleted or have ended."""
         return [pod for pod in self.pods if not is_leaving(pod) and not has_ended(pod)]
 
     @property
@@ -85,19 +85,19 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready(self) -> int:
-        """Number of current pods that serve, of any revision."""
+        """Number of pods in `current` that serve, of any revision."""
         if self.topology is not None and self.topology.reachable:
             return len((self.current_names & self.topology.serving) - self.suspended.keys())
         return sum(map(is_ready, self.current))
 
     @property
     def newest(self) -> list[Object]:
-        """The current pods of the newest revision."""
+        """The pods in `current` that have the newest revision."""
         return [pod for pod in self.current if self.is_newest(pod)]
 
     @property
     def is_rolled_out(self) -> bool:
-        """Whether all current pods have the newest revision.
+        """Whether all pods in `current` have the newest revision.
 
         For the gateway: whether its Deployment has all desired pods, and none of an earlier
         template.

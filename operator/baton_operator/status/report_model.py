@@ -192,7 +192,8 @@ def model_status(
 ) -> ModelStatus | None:
     """Return the model for the status; None if no pod has or had the model.
 
-    The revision is the one that the newest pod fetched or, without a fetch, the one in `previous`.
+    The model's revision comes from the most recently created pod whose fetch succeeded. Without
+    such a pod, it comes from `previous`.
 
     Args:
         previous: the model in the previous status.

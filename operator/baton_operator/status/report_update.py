@@ -44,7 +44,10 @@ class _Rollout(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """Why unready pods that fit on a node are not ready; empty if no failure was found."""
+        """The failure of a pod in `unready`, as a message; empty if no failure was found.
+
+        Pods that fit on no node are ignored.
+        """
         fitting = [pod for pod in self.unready if not no_room_since(pod)]
         found = diagnose(fitting, self.group.missing)
         return found.message if found else ""

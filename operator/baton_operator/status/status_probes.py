@@ -119,7 +119,7 @@ class StatusProbes:
         return msgspec.structs.replace(observed, loading=loading, missing=missing, kv=kv)
 
     def forget(self, key: names.Key) -> None:
-        """Drop the stored replies of a service."""
+        """Drop the stored times and KV compatibility of the members of a deleted service."""
         self._known.pop(key, None)
         self._suspended_at.pop(key, None)
 
@@ -188,7 +188,7 @@ class StatusProbes:
 
 
 def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
-    """Return whether the next probe may return new loading progress.
+    """Return whether the next probe may show that the loading of a model has advanced.
 
     True if a pod reports progress now, or if a starting pod has not reported progress yet.
     """

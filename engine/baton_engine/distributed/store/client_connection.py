@@ -56,8 +56,8 @@ class StoreClient:
         Raises:
             EOFError: the client has closed the connection.
             OSError: the connection failed.
-            ValueError: the message is too long, or the client sent it before it had received the
-                last answer.
+            ValueError: the message is too long, or the client sent the message before it had
+                received the answer to its previous message.
         """
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:

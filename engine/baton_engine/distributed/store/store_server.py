@@ -286,7 +286,7 @@ class StoreServer:
                     self._update(client)
 
     def _answer_or_wait(self, client: StoreClient) -> int:
-        """Answer the client's Get if all keys exist. Otherwise record the first missing key.
+        """Answer the client's Get, or register the client for the first key that is missing.
 
         Returns:
             Number of bytes of the values in the answer. 0 if a key is missing or Get is refused.

@@ -14,7 +14,7 @@ FEW_FAILURES = 2
 
 
 class Retries:
-    """Records failures of operations, members and stores, and delays retries after them."""
+    """Records failures. Decides when to retry an operation, with which members and which store."""
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -31,6 +31,9 @@ class Retries:
 
     def on_failure(self, kind: str, now: float) -> int:
         """Record a failed operation of this kind, and delay the next operation of this kind.
+
+        The delay is `retry_s` after one failure. It doubles with each failure in a row, up to
+        `retry_max_s`.
 
         Returns:
             Number of failures of this kind in a row.
@@ -66,8 +69,8 @@ class Retries:
     def store_holder(self, members: Sequence[TopologyMember]) -> TopologyMember:
         """Return the member whose rendezvous store the next generation uses.
 
-        Prefer the first member whose store has not failed. If all stores have failed, choose the
-        member whose store failed the longest time ago.
+        Choose the first of `members` whose store has no recorded failure. If all stores have
+        failed, choose the member whose store failed least recently.
         """
         return min(
             members, key=lambda member: self._store_failed_at.get(member.instance_id, -math.inf)
@@ -76,14 +79,15 @@ class Retries:
     def begin_at_once(self, kind: str) -> None:
         """Allow the next operation of this kind to begin without delay.
 
-        Call this method when the next attempt has other members than the failed attempt.
+        Call this method if the members of the next attempt differ from those of the failed attempt.
         """
         self._retry_at.pop(kind, None)
 
     def clear(self) -> None:
-        """Remove the delays of all kinds of operations, after a success or a new request.
+        """Reset the failure counts and the delays of all kinds of operations.
 
-        Exclusions of members stay.
+        Call this method after a success or a new request. Exclusions of members and failures of
+        stores stay recorded.
         """
         self._failures.clear()
         self._retry_at.clear()

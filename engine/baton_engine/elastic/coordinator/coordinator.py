@@ -152,10 +152,10 @@ class Coordinator:
     # The loop
 
     def run(self) -> int:
-        """Run until `stop` is called and the loop has ended. Return the exit code 0.
+        """Run the loop until it ends after a call of `stop`. Return the exit code 0.
 
         After `stop`, the loop ends as soon as no rank serves. LINGER_S seconds after `stop`, the
-        loop continues only while all serving ranks are shutting down.
+        loop also ends if any serving rank is not shutting down.
         """
         self._server.start()
         poller = zmq.Poller()
@@ -200,9 +200,10 @@ class Coordinator:
         return not leaving or not (all(leaving) or lingers)
 
     def _turn(self) -> None:
-        """Read the pending statuses, advance the controller, and send directives.
+        """Read the waiting statuses, advance the controller, and send directives.
 
-        Statuses are read first, so that a slow coordinator does not declare ranks dead.
+        Statuses are read first. Otherwise, a slow coordinator could declare a rank dead although
+        its status has arrived.
         """
         reported = set()
         self._count_refused_connections()

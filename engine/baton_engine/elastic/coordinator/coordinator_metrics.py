@@ -113,9 +113,10 @@ class CoordinatorMetrics:
                 self._seconds.labels(kind, phase)
 
     def on_ended(self, ended: Ended) -> None:
-        """Count an ended operation, and add its durations by phase and its expert moves.
+        """Add an ended operation to the metrics: its outcome, durations by phase and moved experts.
 
-        If an automatic rebalance was committed, also set the gauges of its imbalance.
+        If the operation is an automatic rebalance that was committed, also set the gauges of the
+        imbalance before and after it.
         """
         self._operations.labels(ended.kind, ended.outcome).inc()
         for phase, seconds in ended.seconds.items():
@@ -127,7 +128,7 @@ class CoordinatorMetrics:
             self._rebalance_imbalance.labels("after").set(ended.rebalancing.after)
 
     def text(self, status: TopologyStatus, imbalance: float) -> bytes:
-        """Set the gauges and return all metrics as text.
+        """Set the gauges from the arguments, and return all metrics in the Prometheus text format.
 
         Args:
             status: the current topology.

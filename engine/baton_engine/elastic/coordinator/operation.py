@@ -127,7 +127,7 @@ class Ended:
 
 
 def is_in(status: Status, generation: Generation) -> bool:
-    """Return whether the rank that sent `status` has committed the generation."""
+    """Return whether the rank that sent `status` serves in the generation, even if it is broken."""
     committed = serves_in(status)
     return committed is not None and key_of(committed) == key_of(generation)
 
@@ -160,7 +160,7 @@ def _can_prepare(status: Status | None) -> bool:
 
 
 def preparation_failures(roster: Roster, target: Generation) -> dict[str, str]:
-    """Return why members could not prepare the target generation, by instance id."""
+    """Return the reason of each member that could not prepare `target`, keyed by instance id."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
     return {
         status.member.instance_id: f"{status.member.name}: {status.failure or 'gave no reason'}"

@@ -98,9 +98,9 @@ class Roster:
         """Decide which instances are living.
 
         A living instance has sent a status within its deadline, and is not stalled. The deadline is
-        shorter for instances that other ranks cannot reach. If several such instances have one
-        name, only the one that registered last is living. Instances without a status for
-        FORGET_AFTER_S are removed.
+        shorter for instances that other ranks cannot reach. If several instances of one name meet
+        these conditions, only the one that registered last is living. Instances without a status
+        for FORGET_AFTER_S are removed.
         """
         for instance_id in [
             each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S
@@ -125,7 +125,11 @@ class Roster:
         self.replaced = alive.keys() - self.living.keys()
 
     def find_by_name(self, name: str) -> Rank | None:
-        """Return the living instance of this name, else the last registered one, else None."""
+        """Return the living instance of this name.
+
+        If none is living, return the instance of this name that registered last. None: this name
+        has no instance.
+        """
         ranks = [rank for rank in self.ranks.values() if rank.status.member.name == name]
         return max(
             ranks,

@@ -35,11 +35,11 @@ class Stalls:
         self.reason = ""
 
     def update(self, present: Generation | None, now: float) -> None:
-        """Mark a stalled rank, or set `reason` if a stall is suspected but the rank is unknown.
+        """Mark a stalled rank. If a stall is suspected but its cause is unknown, set `reason`.
 
-        A rank is stalled if all other ranks wait for it, one of them for too long. A stall is
-        suspected after any other wait that is too long, and if a step runs too long. The controller
-        probes all ranks if `reason` is set.
+        A rank is stalled if all other ranks wait for it, one of them for more than `stall_after_s`.
+        The cause is unknown if a rank has waited that long in any other case, or if a step exceeds
+        its time limit. The controller then probes all ranks.
         """
         self.reason = ""
         ranks = [] if present is None else self._ranks(present)
@@ -71,13 +71,15 @@ class Stalls:
             self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
 
     def exclude_stalled(self, target: Generation, since: float, now: float) -> str:
-        """Mark members as stalled if they do not react to an urgent target in time.
+        """Mark members as stalled if they do not react to an urgent target within `stall_after_s`.
+
+        A member that has not reacted still serves in another generation than `target`.
 
         Args:
             target: the generation in preparation. A target is urgent if the present generation
                 cannot continue or seems stalled.
-            since: start of the preparation, in seconds.
-            now: the time, in seconds.
+            since: start of the preparation, on the clock of `now`.
+            now: the monotonic time, in seconds.
 
         Returns:
             The names of the stalled members, separated by commas. Empty: no member is stalled.

@@ -497,7 +497,9 @@ class TopologyController:
     def _fail(
         self, operation: Operation, now: float, reason: str, culprits: Collection[str]
     ) -> None:
-        """End an operation that failed before its commit. The controller retries it after a delay.
+        """End an operation that failed before its commit, and delay the retry.
+
+        If members made a recovery fail, they may be excluded. The retry then begins at once.
 
         Args:
             operation: the operation to end.

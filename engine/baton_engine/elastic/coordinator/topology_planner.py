@@ -92,8 +92,8 @@ class TopologyPlanner:
         Args:
             need: the needed change, with at least one member.
             number: number of the generation.
-            drawn: random text for its nonce.
-            operation_id: id of the request. Empty if the change was not requested.
+            drawn: random text for the generation's nonce.
+            operation_id: id of the request that caused the change. Empty if no request did.
             store: the member whose rendezvous store the generation uses.
 
         Raises:
@@ -169,8 +169,9 @@ class TopologyPlanner:
     def ends(self) -> bool:
         """Return whether the whole group has finished, so that its ranks can be dismissed.
 
-        This is so when all serving ranks are shutting down and have no requests, and no other rank
-        can become a member. Until then, the ranks need each other's experts to complete requests.
+        The group has finished when all serving ranks are shutting down without running or waiting
+        requests, and no desired member can join. Until then, the ranks need each other's experts to
+        complete requests.
         """
         serving = [status for status, _ in self.roster.serving()]
         all_idle = all(

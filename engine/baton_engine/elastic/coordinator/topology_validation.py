@@ -27,7 +27,7 @@ PRINTABLE = re.compile(r"[!-~]{1,255}")
 
 @dataclass(frozen=True, slots=True)
 class OperationRefusal:
-    """The reason why a request is invalid."""
+    """The field that makes a request invalid, and the reason."""
 
     field: str  # name of the request's field
     message: str

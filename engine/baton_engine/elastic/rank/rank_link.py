@@ -154,7 +154,7 @@ class RankLink:
         self._submit(end)
 
     def close(self) -> None:
-        """Send the last status and close all sockets. Idempotent."""
+        """Send the status of the last `publish` again, and close all sockets. Idempotent."""
         self._commands.put(None)
         self._wake_pipe.wake()
         if self._thread.is_alive():
@@ -200,7 +200,7 @@ class RankLink:
         return min(max(0.0, due - time.monotonic()), self._interval_s)
 
     def _run_commands(self) -> bool:
-        """Run the commands of other threads. Return False if `close` was called, else True."""
+        """Run the commands that other threads have queued. Return False if `close` was called."""
         self._wake_pipe.clear()
         while True:
             try:
@@ -238,7 +238,7 @@ class RankLink:
     def _log_failed_handshakes(self) -> None:
         """Log why handshakes with the coordinator failed.
 
-        No other log line explains why this rank stays STANDBY.
+        A rank without a successful handshake stays STANDBY, and no other log line gives the cause.
         """
         with contextlib.suppress(zmq.Again):
             while True:

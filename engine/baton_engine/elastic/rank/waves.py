@@ -27,7 +27,7 @@ from baton_protocol.topology import StartWave
 
 
 class StepVote(NamedTuple):
-    """The integers that a rank sends to all ranks before a step, as one tensor."""
+    """A rank's vote before a step: integers that are sent to all ranks as one tensor."""
 
     #: Tokens of this rank in the step.
     num_tokens: int

@@ -23,7 +23,7 @@ class OutputAggregator:
         """Add one worker's report.
 
         Returns:
-            Whether this report completes a transfer: it has now ended on all workers.
+            Whether this report completes at least one transfer, which has now ended on all workers.
         """
         before = len(self._ended.finished_sending) + len(self._ended.load_results)
         for transfer_id in output.finished_sending:

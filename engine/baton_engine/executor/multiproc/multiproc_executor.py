@@ -289,8 +289,9 @@ class MultiprocExecutor(RemoteExecutor):
     def _watch_for_stalls(self) -> None:
         """Fail all steps and calls if a step has no answer for `parallel.step_timeout_s`.
 
-        A worker that is stopped (SIGSTOP) neither answers nor ends. Calls have their own timeouts,
-        so a call without an answer counts only if a worker is stopped.
+        If no step is pending, all calls fail if the oldest call has no answer for this time and a
+        worker is stopped (SIGSTOP). A stopped worker neither answers nor ends. Otherwise, calls
+        have only their own timeouts.
         """
         interval_s = min(1.0, self._step_timeout_s / 4)
         watched: _Step | _PendingCall | None = None

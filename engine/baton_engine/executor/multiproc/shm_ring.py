@@ -38,7 +38,7 @@ SPIN_S = 50e-6
 
 
 class RingMemory:
-    """The shared memory of the ring: 64-bit counters, flags and lengths, then the message slots.
+    """The shared memory of the ring: 64-bit counters, flags and message lengths, then the slots.
 
     The writer and all readers map the same file descriptor.
     """

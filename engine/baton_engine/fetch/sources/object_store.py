@@ -129,7 +129,7 @@ class ObjectStoreSource:
     def _translated(self) -> Iterator[None]:
         """Convert exceptions of `obstore` to FetchError or TransientError.
 
-        If `obstore` has no exception class for a failure, it is classified by the error message.
+        Failures for which `obstore` has no exception class are classified by the error message.
         """
         try:
             yield

@@ -28,7 +28,7 @@ class HubModel:
 
     @property
     def name(self) -> str:
-        """Default model name in requests of clients."""
+        """Name by which clients request the model, if no other name is configured."""
         return self.repo
 
 
@@ -47,7 +47,7 @@ class StoredModel:
 
     @property
     def name(self) -> str:
-        """Default model name in requests of clients."""
+        """Name by which clients request the model, if no other name is configured."""
         return self.prefix.rpartition("/")[2]
 
 

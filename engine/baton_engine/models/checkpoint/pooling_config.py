@@ -26,7 +26,7 @@ CLASSIFIES = "ForSequenceClassification"
 
 
 class PoolingType(enum.StrEnum):
-    """The hidden states from which the vector of a prompt is computed."""
+    """The hidden states that give a prompt's vector: the last, the mean of all or the first."""
 
     LAST = "last"
     MEAN = "mean"

@@ -71,11 +71,11 @@ class ModelShard:
 
 
 def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelShard:
-    """Return the layers and heads of one rank.
+    """Return the layers and heads of the rank that `parallel` describes.
 
     Raises:
-        ConfigurationError: the model cannot be split into this many tensor ranks or pipeline
-            stages. The message names the size that does not fit.
+        ConfigurationError: the model cannot be split over the tensor ranks or pipeline stages of
+            `parallel`. The message names the size that cannot be split.
     """
     tensor_size, stages = parallel.tensor.size, parallel.pipeline.size
     must_divide = {"num_attention_heads": config.num_heads}
@@ -115,15 +115,19 @@ def first_layer_of(stage: int, stages: int, num_layers: int) -> int:
 
 
 def split(total: int, group: Group) -> Part:
-    """Return this rank's equal part of `total`, which must be a multiple of the group's size."""
+    """Split `total` indices equally over the ranks of `group`, and return this rank's part.
+
+    `total` must be a multiple of the group's size.
+    """
     length = total // group.size
     return Part(total, group.rank * length, length)
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> Part:
-    """Return this rank's KV heads.
+    """Split the KV heads over the ranks of `group`, and return this rank's part.
 
-    If there are more ranks than KV heads, several consecutive ranks have the same KV head.
+    If there are more ranks than KV heads, several consecutive ranks have the same KV head. The
+    larger number must be a multiple of the smaller.
     """
     length = max(1, num_kv_heads // group.size)
     return Part(num_kv_heads, group.rank * num_kv_heads // group.size, length)

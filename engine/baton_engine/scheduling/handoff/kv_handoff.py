@@ -103,10 +103,11 @@ class KVHandoff:
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
 
     def save(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the blocks that a step fills, if a peer loads the request's KV.
+        """Publish, for the peer that loads the request's KV, the blocks that a step completes.
 
         Only KV of the tokens that the request had on arrival is published. The block that holds the
-        last of these tokens is published even if the block is not full.
+        last of these tokens is published even if the block is not full. If the transfer has
+        ended, nothing is published.
 
         Args:
             num_computed_tokens: number of the request's tokens that have KV after the step,
@@ -185,7 +186,7 @@ class KVHandoff:
         return load.result if load is not None else None
 
     def end_load(self, request: Request) -> None:
-        """Remove a load that has ended. From now on, the blocks belong only to `request`."""
+        """Remove a load that has ended. After this call, no transfer uses the request's blocks."""
         del self._loads[_transfer(request).transfer_id]
 
     # Both
@@ -225,7 +226,7 @@ class KVHandoff:
                 self._cancel_send(transfer_id, send)
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Record the transfers that have ended, and free the blocks of requests that have ended.
+        """Record ended transfers, and free the blocks that only these transfers still used.
 
         Returns:
             Unfinished requests whose load has ended. `load_result` returns the result of each.

@@ -33,7 +33,7 @@ class RemotePrefill:
         self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
 
     def take_early(self, request_id: str) -> PrefillResult | None:
-        """Remove and return the result that arrived before its request. None if there is none."""
+        """Remove and return the prefill result kept by `remember_early`. None if there is none."""
         return self._early_results.pop(request_id, None)
 
     def remember_early(self, result: PrefillResult) -> None:
@@ -55,10 +55,9 @@ class RemotePrefill:
         """Record the result of the request's prefill stage.
 
         Returns:
-            The decisions of `end_load_if_ready` if the request's load has started. Before the
-            load, a failed prefill stage yields the decision to queue the request, unless
-            `fail_on_load_error` is set. This engine then computes the prompt. In all other cases,
-            an empty list.
+            The decisions of `end_load_if_ready` if the request's load has started. If the prefill
+            stage fails before the load, and `fail_on_load_error` is False: the decision to queue
+            the request, so that this engine computes the prompt. In all other cases, an empty list.
         """
         if (
             request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
@@ -90,9 +89,9 @@ class RemotePrefill:
         """Continue or end a request whose load and prefill stage have both ended.
 
         Returns:
-            The decision to continue or end the request. If a failed load ends the request, other
-            requests of its `SampleGroup` that wait for this load end too. The list is empty if the
-            load or the prefill stage has not ended.
+            The decision to continue or end the request. If a failed load ends the request, the list
+            also ends the requests of its `SampleGroup` that wait for this load. The list is empty
+            while the load or the prefill stage is in progress.
         """
         result, prefill = self.handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:

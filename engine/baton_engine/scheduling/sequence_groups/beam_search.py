@@ -50,7 +50,7 @@ class BeamConfig:
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A live beam before a step."""
+    """Log-probability and length of a live beam before a step."""
 
     cumulative_logprob: float = 0.0
     #: Number of generated tokens, equal for all beams of a search.
@@ -100,7 +100,7 @@ class FinishedBeams(Generic[T]):
         self._entries: list[tuple[float, T]] = []
 
     def add(self, score: float, hypothesis: T) -> None:
-        """Insert `hypothesis` by its score. If there are now more than `width`, drop the worst."""
+        """Insert `hypothesis` by `score`. Keep only the best `width` hypotheses."""
         place = bisect.bisect_right(self._entries, -score, key=lambda entry: -entry[0])
         self._entries.insert(place, (score, hypothesis))
         del self._entries[self._width :]
@@ -170,10 +170,10 @@ def _cannot_improve(
     """Return whether the search is over although live beams are left.
 
     A search with fewer than `width` finished hypotheses continues. With `early_stopping`, any other
-    search is over. Without it, the search is over if no live beam has a better score than the worst
-    of the `width` best hypotheses. A live beam is scored at its present length, as in
-    `transformers`. With a positive length penalty, a longer continuation could still score better,
-    but rarely does.
+    search is over. Without `early_stopping`, the search is over if no live beam scores better than
+    the worst of the `width` best finished hypotheses. A live beam is scored at its length after the
+    step, as in `transformers`. With a positive length penalty, a longer continuation could still
+    score better.
     """
     if len(best_scores) < config.width:
         return False

@@ -78,7 +78,7 @@ class BeamSearches:
         group.live = []
 
     def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
-        """Store the candidates for the next token of a beam that has run.
+        """Store the candidates that a step has reported for the next token of a beam.
 
         Raises:
             RuntimeError: `logprobs` has no candidates.
@@ -92,12 +92,13 @@ class BeamSearches:
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:
-        """Replace the live beams by their best continuations.
+        """Advance a search by one token: replace the live beams by their best continuations.
 
-        If no live beam is left, the search is over.
+        A continuation that ends is finished if it is among the best. If no live beam is left, the
+        search is over.
 
-        A parent's first child continues the parent's sequence, and each further child is a new
-        sequence that shares the parent's blocks.
+        The first child of a parent continues the parent's sequence. Each additional child of this
+        parent is a new sequence that shares the parent's blocks.
         """
         group = _group(root)
         parents = group.live

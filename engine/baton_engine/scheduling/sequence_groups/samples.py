@@ -85,9 +85,9 @@ class SampleGroups:
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Return whether a request of the group is computing or loading the prompt's KV.
+        """Return whether a member of `group` computes the prompt's KV, or loads or will load it.
 
-        If so, the other requests of the group wait.
+        If so, the other members wait.
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.

@@ -59,9 +59,10 @@ class StepBuilder:
         )
 
     def has_memory_for(self, sequences: Sequence[Request]) -> bool:
-        """Return whether enough blocks are free to write the next position of each sequence.
+        """Return whether enough blocks are free to write KV at the next position of each sequence.
 
-        A sequence needs a new block or a copy of a shared block, unless it can write in place.
+        A sequence needs a free block if its block for this position is shared or not yet allocated.
+        The last sequence that shares a block needs no copy.
         """
         if len(sequences) <= self._kv.num_free_blocks:  # each needs one block at most
             return True

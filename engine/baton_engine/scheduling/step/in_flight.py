@@ -47,9 +47,9 @@ def count_scheduled(sequence: Request, num_tokens: int) -> ScheduledRange:
 
 
 def count_returned(entry: ScheduledRange) -> None:
-    """Subtract a range from the counters of work in flight, because its results have arrived.
+    """Remove a range, whose step has returned, from the in-flight counters of its sequence.
 
-    The caller then appends the token that the range sampled.
+    If the range sampled a token, the caller then appends this token.
     """
     sequence, _, _, samples, _ = entry
     sequence.num_in_flight -= 1

@@ -27,8 +27,8 @@ class WorkerMirror:
         """Add to `output` the data that the worker needs to run a range.
 
         Args:
-            copies: block copies of this step. The worker replaces the source of each copy by the
-                target in the sequence's block table.
+            copies: block copies that the step makes for this sequence. In the sequence's block
+                table, the worker replaces the source of each copy by the target.
         """
         sequence, start, end, samples, _ = entry
         state, blocks = sequence.worker, sequence.blocks
@@ -62,7 +62,7 @@ class WorkerMirror:
         state.num_blocks = len(blocks)
 
     def forget(self, sequence: Request) -> None:
-        """Remove a sequence from the worker in the next step, if the worker has the sequence."""
+        """Make the next step remove a sequence from the worker, if the worker has the sequence."""
         if sequence.worker.is_known:
             self._forgotten_ids.append(sequence.request_id)
             sequence.worker.is_known = False

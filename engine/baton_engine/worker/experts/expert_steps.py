@@ -59,7 +59,7 @@ class ExpertSteps:
             wave_tokens: number of tokens of each rank in this step.
 
         Raises:
-            GroupBrokenError: the expert group of a tensor rank broke.
+            GroupBrokenError: an expert group broke; see `_check_expert_groups`.
         """
         context = dummy_steps.no_batch(kv_cache, self._device)
         context.wave_tokens = wave_tokens

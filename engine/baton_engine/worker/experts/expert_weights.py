@@ -46,7 +46,10 @@ _BITS: dict[ExpertForm, Bits] = {ExpertForm.INT8: 8, ExpertForm.INT4: 4}
 
 
 def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> ExpertForm:
-    """Return the storage format of experts: the same as `packed_weights` uses for other weights."""
+    """Return the storage format of experts for a quantization, dtype and device.
+
+    The module `packed_weights` uses the same format for attention and dense MLP layers.
+    """
     if quantization is not None:
         return ExpertForm[quantization.upper()]
     return ExpertForm.PLAIN if packing(dtype, device) is None else ExpertForm.PACKED

@@ -84,7 +84,7 @@ class Generations:
         """Start to prepare a generation in the background.
 
         If `generation` is already the current or the next generation, do nothing. Otherwise, drop
-        the old next generation, if there is one.
+        the next generation, if there is one, and make `generation` the next.
 
         Raises:
             ValueError: this engine is not a member of `generation`.

@@ -114,8 +114,9 @@ def _bound(field: dict[str, Any], bounds: str) -> None:
 def _describe_response(schema: dict[str, Any]) -> None:
     """Change the schema of a struct to describe what the gateway sends, not what it would parse.
 
-    The gateway always sends a field that has a default. A string with a default always has this
-    value. A field whose default is UNSET may be missing, and has no default in the schema.
+    The gateway always sends a field that has a default, so the field becomes required. The value of
+    such a string field is always the default, so the field gets a `const`. A field whose default is
+    UNSET may be missing, and stays optional.
     """
     for name, field in schema["properties"].items():
         if "default" not in field:

@@ -19,7 +19,8 @@ ChunkBody = TypeVar("ChunkBody", bound=GenerationRequest)
 class ChunkWriter(GenerationWriter[ChunkBody]):
     """Base of the writers whose streams consist of OpenAI's chunks.
 
-    Chunks contain `usage`, and choices contain token ids, only if the request asks for them.
+    A chunk has `usage` only if the request asks for usage. A choice has token ids only if the
+    request asks for token ids.
     """
 
     def closing(self) -> list[msgspec.Struct]:
@@ -27,10 +28,14 @@ class ChunkWriter(GenerationWriter[ChunkBody]):
 
     @abc.abstractmethod
     def _chunk(self, choices: list[Any], usage: Usage | UnsetType | None) -> msgspec.Struct:
-        """Return a chunk with these choices and this usage. UNSET: the chunk has no `usage`."""
+        """Return a chunk with `choices` and `usage`. UNSET: the chunk has no field `usage`."""
 
     def _choice_chunk(self, choice: msgspec.Struct) -> msgspec.Struct:
-        """Return a chunk with one choice, and with `usage` if the request asks for it."""
+        """Return a chunk with one choice.
+
+        The chunk has `usage` only if the request sets `include_usage`. Its value is null unless the
+        request also sets `continuous_usage_stats`.
+        """
         options = self.body.stream_options
         if options is None or not options.include_usage:
             return self._chunk([choice], UNSET)

@@ -48,7 +48,7 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
 class SHMHello(msgspec.Struct, array_like=True):
     """First message on a connection, from the side that connects.
 
-    The fields after `peer_nonce` describe the sender.
+    `name`, `nonce_address` and `nonce` describe the sender.
     """
 
     #: Content of the receiver's nonce. Only a sender with the receiver's metadata has it.
@@ -86,7 +86,7 @@ def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def get_location() -> tuple[str, int, int]:
-    """Return the location of this process: boot id, pid namespace and network namespace."""
+    """Return the boot id of this host, and this process's pid and network namespaces."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
@@ -114,7 +114,7 @@ class SHMServer(PeerServer[_Client]):
                 job.finish("the memory was deregistered")
 
     def open(self) -> None:
-        """Listen at a new address, with a new nonce."""
+        """Listen on a new unix socket, and set `address` to this socket and a new nonce."""
         self._nonce = ProcessNonce()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.setblocking(False)

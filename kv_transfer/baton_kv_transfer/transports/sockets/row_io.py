@@ -62,11 +62,14 @@ class Rows:
 
     @property
     def frame_missing(self) -> int:
-        """Bytes of the current frame that are left to send or receive."""
+        """Number of bytes of the begun frame that are left to send or receive."""
         return self._frame_bytes_end - self._moved
 
     def begin_frame(self) -> int:
-        """Begin the next frame to send, with as many rows as fit. Return its size in bytes."""
+        """Begin the next frame to send, and return the size of the frame in bytes.
+
+        The frame has as many rows as fit into FRAME_BYTES.
+        """
         if self._nbytes - self._moved <= FRAME_BYTES:
             self._frame_end, self._frame_bytes_end = self._count, self._nbytes
         else:

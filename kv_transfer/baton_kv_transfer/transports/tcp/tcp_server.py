@@ -47,7 +47,10 @@ _SECRET_BYTES = 16
 
 
 def set_options(end: socket.socket) -> None:
-    """Set the TCP options that both ends of a connection use."""
+    """Set TCP options: send small messages at once, and fail after SILENT_S seconds of silence.
+
+    Both ends of a connection call this.
+    """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # connecting fails after 3 s
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)

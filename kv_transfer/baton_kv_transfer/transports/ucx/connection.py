@@ -78,11 +78,11 @@ class UCXConnection:
         return bool(self.outgoing or self.incoming or self._num_requests)
 
     def fail(self, reason: str) -> None:
-        """Record an error, after which the transport cuts this connection."""
+        """Mark this connection as failed, so that the transport cuts it. Keep the first error."""
         self.error = self.error or reason
 
     def cut(self) -> None:
-        """Close the endpoint by force. Each transfer ends once UCX has completed its requests."""
+        """Close the endpoint by force. A transfer ends when its last UCX request has ended."""
         self._outbox.clear()
         self._is_cut = True
         self._num_requests += 1

@@ -168,10 +168,10 @@ class UCXTransport(Transport):
             logger.warning(LOST_NOTIFICATION, name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
-        """Cut the connection to a removed peer, unless only the peer uses the connection.
+        """Cut the connection to a removed peer, unless only the peer still uses the connection.
 
-        Only the peer uses the connection if the peer has sent HELLO, and this side has no transfer
-        in flight.
+        So the connection stays if the peer has sent HELLO and no transfer that this side started
+        is in flight.
         """
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
@@ -402,10 +402,10 @@ class UCXTransport(Transport):
         self._wait_for_memory()
 
     def _wait_for_memory(self) -> bool:
-        """Wait until UCX has completed the requests of all cut connections.
+        """Wait until UCX no longer uses the memory of requests on cut connections.
 
         Returns:
-            Whether UCX has completed the requests within RETURN_TIMEOUT_S.
+            False if some of these requests have not ended after RETURN_TIMEOUT_S seconds.
         """
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         while self._worker is not None and any(connection.is_busy for connection in self._cut):
@@ -417,8 +417,8 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are in use but silent, and check that UCX still listens.
 
-        Silence is counted in ticks, not in seconds. So a process that was suspended first reads the
-        arrived messages, and cuts only connections that are still silent.
+        Silence is counted in calls of this function, not in seconds. So a process that was
+        suspended first reads the arrived messages, and cuts only connections that are still silent.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0

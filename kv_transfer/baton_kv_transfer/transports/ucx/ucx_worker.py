@@ -71,7 +71,7 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Largest size in bytes of messages that arrive in order.
+        """Size in bytes up to which UCX delivers messages in the order of sending.
 
         The value is 0 if an environment variable UCX_RNDV* is set, because such a variable may
         change UCX's thresholds.
@@ -104,7 +104,7 @@ class UCXContext:
 
 
 def find_devices(host: str) -> str:
-    """Return a value for UCX_NET_DEVICES: the network device of `host` and all RDMA devices."""
+    """Return UCX_NET_DEVICES: the network interface with address `host`, and all RDMA devices."""
     devices = [
         f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")
     ]
@@ -138,7 +138,7 @@ def _find_listeners() -> dict[int, str]:
 
 
 def _name_socket(fd: int) -> str:
-    """Return a name that identifies the socket even after its file descriptor was reused."""
+    """Return the name of the socket `fd`. If `fd` is reused, the new socket has another name."""
     return os.path.realpath(f"/proc/self/fd/{fd}")
 
 
@@ -239,7 +239,7 @@ class UCXWorker:
 
         Args:
             address: address of the remote worker.
-            on_close: called with `number`, inside `progress`, when the endpoint failed.
+            on_close: called with `number`, inside `progress`, when the endpoint fails.
             number: argument of on_close.
 
         Raises:
@@ -254,7 +254,7 @@ class UCXWorker:
         return endpoint
 
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
-        """Close an endpoint by force. This ends its requests, and no more messages arrive.
+        """Close an endpoint by force. Its requests end, and it receives no more messages.
 
         A later `progress` calls `on_end(error)` when the endpoint is closed.
         """
@@ -299,7 +299,10 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
-        """Return an arrived message that no posted receive matches. `take` receives its content.
+        """Remove and return an arrived message that no posted receive matches.
+
+        The tag of the message equals `tag` in the bits of `mask`. The caller must pass the message
+        to `take`, which receives the content.
 
         Returns:
             The message and its size in bytes; None if there is no such message.
@@ -317,7 +320,7 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def discard(self, tag: int, mask: int) -> None:
-        """Discard all messages that `probe` would return."""
+        """Discard all messages that `probe` would return for this tag and mask."""
         while arrived := self.probe(tag, mask):
             self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
 

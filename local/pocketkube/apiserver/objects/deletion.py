@@ -122,7 +122,13 @@ class Deletion:
 
 
 def _mark(resource: Resource, obj: Object, finalizers: list[str], grace: int) -> Object:
-    """Return a copy of `obj` that is marked as terminating."""
+    """Return a copy of `obj` that is marked as terminating.
+
+    Args:
+        finalizers: the finalizers of the copy. Empty: those of `obj`.
+        grace: the grace period in seconds. If `obj` is already terminating, its grace period can
+            only become shorter.
+    """
     marked = copy.deepcopy(obj)
     metadata = marked["metadata"]
     if finalizers:

@@ -80,7 +80,7 @@ class Registry:
         return self.view(info.resource, self.stored(info))
 
     def view(self, resource: Resource, obj: Object) -> Object:
-        """Convert a stored object to the API version of `resource`."""
+        """Return the stored object `obj` in the API version of `resource`."""
         if resource.storage_key == "events" and resource.group:
             return defaults.event_from_core(obj)
         if obj["apiVersion"] == resource.api_version:
@@ -248,7 +248,10 @@ class Registry:
         *,
         validate: bool = True,
     ) -> Object:
-        """Call `edit` on a copy of the stored object `old`. Store and return the changed copy."""
+        """Replace the stored object `old` with a copy that `edit` has changed. Return the copy.
+
+        A dry run returns the copy without storing it.
+        """
         new = copy.deepcopy(old)
         edit(new)
         return self._replace(resource, old, new, options, subresource, validate=validate)
@@ -294,7 +297,8 @@ class Registry:
     ) -> Object:
         """Validate `new`, record the field managers that own its fields, and store `new`.
 
-        A terminating object is removed instead if the write removes its last finalizer.
+        A terminating object is removed instead if the write removes its last finalizer. A dry run
+        stores and removes nothing.
 
         Args:
             old: the stored object; None if `new` is created.

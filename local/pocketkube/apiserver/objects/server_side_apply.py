@@ -111,14 +111,14 @@ def track(
     types: FieldTypes,
     now: str,
 ) -> None:
-    """Set metadata.managedFields of `stored` after a write.
+    """Set metadata.managedFields of `stored` after a write by `manager`.
 
     Other managers no longer own the fields that the write changed or removed.
 
     Args:
         live: the object before the write; None for a new object.
         owned: the fields that `apply()` returned; None after any other write. If None, `manager`
-            keeps its fields, and also owns the fields that the write changed.
+            owns the fields that it owned before, and the fields that the write changed.
         now: the time of the write, in RFC 3339 format.
     """
     before = leaves(_tracked(live), types) if live else {}

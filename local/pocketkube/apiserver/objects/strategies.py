@@ -34,15 +34,18 @@ class Strategy:
         """
 
     def after_write(self, stored: Object) -> Object:
-        """Run kind-specific steps after the write of `stored`. Return the latest stored object.
+        """Run the steps that the kind needs after the object `stored` has been written.
 
         The registry does not call this method after writes of subresources.
+
+        Returns:
+            `stored`, or the object that these steps have stored in its place.
         """
         return stored
 
 
 class PodStrategy(Strategy):
-    """Sets the initial status of a new pod, including the quality of service class."""
+    """Sets the initial status of a new pod: the phase Pending and the QoS class."""
 
     def before_create(self, new: Object) -> None:
         new["status"] = {"phase": "Pending", "qosClass": qos_class(new.get("spec") or {})}

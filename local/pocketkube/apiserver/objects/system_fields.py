@@ -16,7 +16,7 @@ _NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
 def generate_name(metadata: Object) -> None:
-    """Set the name of a new object that has only a generateName."""
+    """Set the name of a new object from its generateName, unless the object has a name."""
     if not metadata.get("name") and metadata.get("generateName"):
         suffix = "".join(secrets.choice(_NAME_ALPHABET) for _ in range(5))
         metadata["name"] = metadata["generateName"][:58] + suffix
@@ -25,7 +25,7 @@ def generate_name(metadata: Object) -> None:
 def assign(resource: Resource, metadata: Object) -> None:
     """Set the metadata fields of a new object that clients cannot choose, such as uid.
 
-    Values that the client sent are replaced or removed.
+    A value that the client sent for such a field is replaced or removed.
     """
     for name in (
         "resourceVersion",
@@ -76,7 +76,7 @@ def restore(resource: Resource, before: Object, metadata: Object) -> None:
 
 
 def next_generation(resource: Resource, old: Object, new: Object) -> int:
-    """Return the generation after an update: one more if the desired state has changed."""
+    """Return the generation for `new`: that of `old`, plus 1 if the desired state has changed."""
     generation: int = old["metadata"]["generation"]
     return generation + (_desired(new, resource) != _desired(old, resource))
 

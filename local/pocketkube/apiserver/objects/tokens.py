@@ -35,7 +35,13 @@ class ServiceAccountTokens:
         self._key = secrets.token_bytes(32)
 
     def request(self, info: RequestInfo, body: Object) -> Object:
-        """Return the TokenRequest `body` with a new token of the service account that `info` names.
+        """Issue a token for the service account that `info` names.
+
+        Args:
+            body: the TokenRequest that the client sent.
+
+        Returns:
+            The TokenRequest with the new token in its status.
 
         Raises:
             ApiError: 404, there is no such account; 422, the requested duration is too short.

@@ -37,11 +37,11 @@ class Catalog:
         return self._resources.get((group, version, plural))
 
     def builtin(self, plural: str) -> Resource:
-        """Return the core/v1 resource with the name `plural`."""
+        """Return the built-in resource of core/v1 with the plural name `plural`, such as `pods`."""
         return self._resources["", "v1", plural]
 
     def by_storage(self, storage: str) -> Resource:
-        """Return the first of the resources that share the storage key `storage`."""
+        """Return the resource with the storage key `storage`; of several, the one added first."""
         return next(
             resource for resource in self._resources.values() if resource.storage_key == storage
         )

@@ -33,7 +33,7 @@ def set_defaults(kind: str, obj: Object) -> None:
 
 
 def _fill(obj: Object, defaults: Object) -> None:
-    """Set the fields of `defaults` that `obj` lacks, in place."""
+    """Add to `obj` each field of `defaults` that is missing in `obj`."""
     obj.update({**defaults, **obj})
 
 
@@ -99,7 +99,7 @@ def _pod(pod: Object) -> None:
 
 
 def qos_class(spec: Object) -> str:
-    """Return the quality of service class of a pod."""
+    """Return the QoS class for the spec of a pod: BestEffort, Burstable or Guaranteed."""
     resources = [container.get("resources") or {} for container in spec.get("containers") or ()]
     if not any(r.get("limits") or r.get("requests") for r in resources):
         return "BestEffort"

@@ -49,7 +49,7 @@ class StructuralSchema:
         self.rules = Rules(schema)
 
     def prune(self, obj: Object) -> tuple[Object, list[str]]:
-        """Return `obj` without the fields that the schema lacks, and the paths of these fields."""
+        """Return `obj` without fields that are not in the schema, and the paths of those fields."""
         unknown: list[str] = []
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 
@@ -100,7 +100,7 @@ def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool
 
 
 def _default(value: Any, schema: Schema) -> Any:
-    """Set missing fields of `value` to their defaults, in place, and return `value`.
+    """Return `value` with the defaults of missing fields. Change maps in place, and copy lists.
 
     A null counts as missing unless the field is nullable.
     """
@@ -197,7 +197,7 @@ def _validate_number(value: float, schema: Schema, path: str) -> Iterator[FieldE
 def _validate_length(
     value: list[Any] | Object, what: str, schema: Schema, path: str
 ) -> Iterator[FieldError]:
-    """Yield an error if `value` has too many or too few entries.
+    """Yield an error if `value` has more or fewer entries than `schema` allows.
 
     Args:
         what: "items" if `value` is a list, "properties" if it is an object.

@@ -151,8 +151,8 @@ def _container(
     """Yield the errors in a container of a pod spec.
 
     Args:
-        names: the names of the pod's previous containers. The name of this container is added if it
-            is valid.
+        names: the names of the pod's containers that are already validated. The name of this
+            container is added if it is valid.
         volumes: the names of the pod's volumes.
     """
     yield from _unique_label(container.get("name", ""), f"{path}.name", names)

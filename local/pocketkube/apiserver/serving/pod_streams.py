@@ -105,7 +105,10 @@ async def _copy(source: _Socket, sink: _Socket) -> None:
 
 @contextlib.asynccontextmanager
 async def _closing(upstream: aiohttp.ClientWebSocketResponse) -> AsyncIterator[None]:
-    """Close `upstream` at the end of the `with` block, even if the kubelet does not respond."""
+    """Close `upstream`, the WebSocket to the kubelet, at the end of the `with` block.
+
+    Wait at most `_CLOSE_S` for the kubelet's response.
+    """
     try:
         yield
     finally:

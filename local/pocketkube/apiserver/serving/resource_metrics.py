@@ -23,7 +23,7 @@ _WINDOW = "1s"
 async def read_metrics(
     info: RequestInfo, query: Mapping[str, str], registry: Registry, session: aiohttp.ClientSession
 ) -> Object:
-    """Return the metrics of the object that `info` names; a list if `info` has no name.
+    """Return the metrics of the node or pod that `info` names, or a list if it names none.
 
     The list omits nodes whose kubelet does not answer, and pods without a running container.
 

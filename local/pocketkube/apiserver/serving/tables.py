@@ -291,7 +291,8 @@ class TablePrinter:
         """Build a metav1.Table with one row per object.
 
         Args:
-            include: what each row has in addition to its cells: "None", "Metadata" or "Object".
+            include: what a row contains besides its cells: "Object" (the whole object), "Metadata"
+                (only the metadata of the object) or "None".
             headers: whether the table has column definitions.
         """
         definitions = [

@@ -160,7 +160,7 @@ def _seen_as(event: StoreEvent, chosen: Selection) -> tuple[str, Object] | None:
     """Return the (type, object) that the watch sends for `event`; None to send nothing.
 
     In a watch with a selector, an object that starts to match is ADDED, and an object that stops
-    matching is DELETED. The object in that DELETED event is its last matching state, with the
+    matching is DELETED. The DELETED event then contains the last state that matched, with the
     resource version of the change.
     """
     if chosen.namespace and event.namespace != chosen.namespace:

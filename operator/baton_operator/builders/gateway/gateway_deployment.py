@@ -16,7 +16,9 @@ TOKEN_LIFETIME_S = 3600
 
 
 def build(resolved: ResolvedService) -> Object:
-    """Return the gateway's Deployment. In a rollout, a new pod is ready before an old pod ends.
+    """Return the gateway's Deployment.
+
+    In a rollout, an old pod is deleted only after a new pod has become ready.
 
     Raises:
         ValueError: the template overlay cannot be merged.

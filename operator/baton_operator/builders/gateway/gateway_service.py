@@ -13,8 +13,8 @@ def build(resolved: ResolvedService) -> Object:
 
     While a rollout changes `gateway.tls`, the Service has a port for HTTP and a port for HTTPS.
 
-    If the service is scaled to zero by hand, the Service has an annotation, which the gateways
-    watch. An annotation can change without a rollout of the gateways.
+    If the LLMService is scaled to zero by hand, the Service has an annotation, which the gateway
+    pods watch. Unlike their configuration, an annotation can change without a rollout.
     """
     metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
     if resolved.is_scaled_to_zero_by_hand:

@@ -61,7 +61,8 @@ def pod_template(
 def pod_security() -> Object:
     """Return the security context of every pod.
 
-    With OnRootMismatch the kubelet does not check the owner of every file at each pod start.
+    With `fsGroupChangePolicy: OnRootMismatch`, the kubelet checks only the root folder of a volume
+    at each pod start, instead of the owner of every file.
     """
     return {
         "runAsNonRoot": True,

@@ -83,9 +83,9 @@ class Balance:
         Args:
             members: ranks of the new generation.
             present: the current generation.
-            keep: True if the group serves nothing until the placement takes effect. Experts then
-                stay where they are, and only lost copies are placed. The next placement restores
-                the balance and the redundant copies.
+            keep: True if the group serves no requests until the placement takes effect. Experts
+                then do not move for balance, and there may be fewer redundant copies. A later
+                placement without `keep` restores the balance and the redundant copies.
             loads: loads of the experts. None: the loads since the start of `present`.
 
         Raises:
@@ -120,7 +120,8 @@ class Balance:
         """Return the rebalance that is due because a measuring window ends now, or None.
 
         A rebalance is due if the window's imbalance exceeds the threshold, and a new placement has
-        less than WORTHWHILE times that imbalance.
+        less than WORTHWHILE times that imbalance. No rebalance is due if the limit of moved bytes
+        allows no move.
         """
         loads = self._window(present, now)
         if not loads:
@@ -141,11 +142,11 @@ class Balance:
         return Rebalancing(placement, found, _mean(imbalance(placement, loads)))
 
     def _within_limit(self, placement: Placement, present: Generation, loads: Loads) -> Placement:
-        """Return a placement whose moves do not exceed `rebalance_max_move_bytes`.
+        """Return a placement whose moves do not exceed `rebalance_max_move_bytes`. 0: no limit.
 
-        The result is `placement` if its moves are within this limit. Otherwise the result is the
-        present placement after the moves that reduce the imbalance most. If the size of an expert
-        is unknown, no expert moves.
+        The result is `placement` if its moves are within the limit. Otherwise, moves are applied to
+        the present placement up to the limit, first those that reduce the imbalance most. If the
+        size of an expert is unknown, no expert moves.
         """
         limit = self._config.rebalance_max_move_bytes
         if not limit:
@@ -195,7 +196,8 @@ class Balance:
     def _window(self, present: Generation, now: float) -> Loads:
         """Return the loads of the measuring window that ends now. Empty if no window ends now.
 
-        If a window ends, the next window starts. A window with too few tokens is extended.
+        If a window ends, the next window starts. A window with fewer than MIN_CHOICES choices of an
+        expert per rank and layer is extended.
         """
         same = present.nonce == self._nonce and bool(self._start)
         if same and now < self._end:

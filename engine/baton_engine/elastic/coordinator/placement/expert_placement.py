@@ -187,8 +187,8 @@ def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
 def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list[int]) -> list[int]:
     """Return the number of copies of each expert, 1 to num_ranks, so that all slots are filled.
 
-    The computation starts with the numbers in `at_first`. It adds copies where the load per copy is
-    highest, or removes copies where the load per remaining copy is lowest.
+    The computation starts with the numbers of copies in `at_first`. It adds copies where the load
+    per copy is highest, or removes copies where the load per remaining copy is lowest.
     """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     num_to_add = num_ranks * num_slots - sum(copies)
@@ -354,10 +354,10 @@ class _Packing:
         return best
 
     def _make_way(self, expert: int, rank: int) -> int:
-        """Replace another expert with `expert` on a full rank, and return the replaced expert.
+        """Put `expert` on a full rank in place of another expert, and return the replaced expert.
 
-        Call this method if every rank with a free slot already holds `expert`. `rank` is one of
-        these ranks. It does not hold the returned expert, and can therefore take it.
+        Call this method if every rank with a free slot already holds `expert`. `rank` is one of the
+        ranks with a free slot. It can take the returned expert, which it does not hold yet.
         """
         # A choice always exists. At least one full rank lacks `expert`, and so holds num_slots
         # other experts. `rank` has a free slot and holds `expert`, and so holds at most
@@ -399,10 +399,11 @@ class _Packing:
 def fill_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
     """Return the experts of one rank in the order of the rank's slots.
 
-    An expert that the rank held before keeps its slot. New experts fill the free slots.
+    An expert that is also in `before` keeps its slot, if the rank still has that slot. The
+    other experts fill the free slots.
 
     Args:
-        experts: experts of the rank, in any order.
+        experts: experts of the rank, one per slot, in any order.
         before: previous expert of each slot.
     """
     slots: list[int | None] = [None] * len(experts)

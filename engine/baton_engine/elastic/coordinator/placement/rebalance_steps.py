@@ -30,7 +30,7 @@ MIN_DECREASE = 0.02
 
 
 def first_moves(placement: Placement, loads: Sequence[Sequence[int]], max_moves: int) -> Placement:
-    """Return the placement after the moves that reduce the imbalance of these loads most.
+    """Apply moves to a placement, first those that reduce the imbalance most. Return the result.
 
     Args:
         placement: the present placement.
