@@ -370,7 +370,8 @@ class ModelRunner:
 def _tokens_by_request(request_ids: list[str], tokens: SampledTokens) -> dict[str, int]:
     """Wait until the tokens are on the host. Return the sampled token of each request.
 
-    Log the requests for which no token was possible. This function may run in any thread.
+    Log each request whose logits are all NaN or masked, because no token can be sampled for it.
+    This function may run in any thread.
     """
     for row in tokens.impossible_rows():
         logger.warning(

@@ -83,9 +83,10 @@ class ObjectStoreSource:
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
-        """Return the objects directly below the prefix and directly below its POOLING_FOLDER.
+        """Return the files of the model: the objects in its folder and in POOLING_FOLDER.
 
-        The revision is a hash of the names, sizes and ETags.
+        The objects of other subfolders are left out. The listing's revision is a hash of the names,
+        sizes and ETags of the objects.
         """
         with self._translated():
             objects = [
