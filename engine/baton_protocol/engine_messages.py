@@ -184,7 +184,7 @@ class KVSide(enum.IntEnum):
 
 
 class KVTransferParams(_Wire):
-    """Parameters of a request's KV hand-off, for one of the two engines that take part."""
+    """Parameters of a request's KV hand-off, for the prefill or the decode engine."""
 
     side: KVSide
     #: Equal on both engines, and unique per attempt.

@@ -198,8 +198,8 @@ class ConnectorStats(msgspec.Struct):
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
         """Return the sum of the statistics of several workers.
 
-        If several of the workers take part in a transfer, the transfer counts once for each of
-        them. `failure` is taken from the first entry of `parts` in which it is set.
+        A transfer between several workers of an engine and a peer counts once for each of these
+        workers. `failure` is taken from the first entry of `parts` in which it is set.
         """
         total = ConnectorStats()
         for part in parts:

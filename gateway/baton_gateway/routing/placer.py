@@ -102,7 +102,7 @@ class Placer:
             return Placement(await self._choose(state))
         lost = 0 if state.last_placement is None else state.last_placement.ready_epoch
         async with group.lock:
-            placement = group.placements.get(lost)  # for another sample of the lost engine
+            placement = group.placements.get(lost)
             if (
                 placement is None
                 or not placement.is_available

@@ -31,7 +31,7 @@ LOADING_REVISIT_S = 3.0
 
 @dataclass(eq=False)
 class ReconcileState:
-    """The state of one reconcile: what it has observed, and the results of its steps so far."""
+    """The state of one reconcile: its observation, and the results of its steps so far."""
 
     observed: Observation
     now: datetime

@@ -11,7 +11,7 @@ blocks from a peer.
     a step is complete           take_metadata: return the connector metadata for the step
     a step is discarded          take_back: undo the saves of the step
     a step's results arrive      update: return loaded requests, free the blocks of ended sends
-    a request ends               release: free the blocks now or after the transfer
+    a request ends               release: free the blocks at once, or after the transfer
 
 Even if a request has ended, a block that a transfer may use stays allocated until the worker has
 reported the transfer's end (`finished_sending`, `load_results`).
