@@ -91,7 +91,8 @@ def join_vote_group(
         TimeoutError: the store does not respond, or a member did not join.
         GroupBrokenError: a member joined, but has ended or disconnected.
     """
+    # "control" is the group's name in the store. Ranks of earlier builds also join by this name.
     group = join_generation(
-        "votes", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret
+        "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret
     )
     return VoteGroup(group, f"votes-{generation.number}")
